@@ -1,0 +1,105 @@
+"""The wire between engine-api and engine-core: msgpack of these structs through two shared-memory rings (ring.py).
+
+Times are CLOCK_MONOTONIC seconds, which both processes share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.types import FinishReason, SamplingParams, TokenLogprob
+
+
+class _Message(msgspec.Struct, kw_only=True, tag_field="t", omit_defaults=True):
+    pass
+
+
+# ---- api -> core ----------------------------------------------------------------------------------------------------
+
+
+class Generate(_Message, tag="gen"):
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    n: int = 1  # choices 0..n-1; choice i samples with seed derived from (seed, i)
+    echo_logprobs: bool = False  # also return logprobs of the prompt's tokens (costs logits at every position)
+    deadline: float | None = None
+    cache_salt: str = ""  # prefixes are shared only between requests with the same salt
+
+
+class Abort(_Message, tag="abort"):
+    request_id: str
+    index: int | None = None  # None = every choice
+
+
+class Control(_Message, tag="ctl"):
+    control_id: int
+    op: str  # "golden", "checksum", "drop_prefix_cache", "stop"
+    args: dict[str, Any] = {}
+
+
+ApiMessage = Generate | Abort | Control
+
+# ---- core -> api ----------------------------------------------------------------------------------------------------
+
+
+class Loading(_Message, tag="loading"):
+    done_bytes: int
+    total_bytes: int
+    phase: str = "weights"
+
+
+class Ready(_Message, tag="ready"):
+    kv_pages: int
+    max_model_len: int
+    vocab_size: int
+    weights_bytes: int
+    weights_checksum: str
+    load_seconds: float
+    backend: str
+
+
+class Tokens(_Message, tag="tok"):
+    request_id: str
+    index: int
+    token_ids: list[int]  # new ones since the last message; a stop token that ended the choice is not among them
+    logprobs: list[TokenLogprob] | None = None  # one per token id
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, first entry None
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache (sent with the first message)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS or stop id that ended it
+    error: str | None = None  # with finish_reason "error"
+    error_where: dict[str, Any] | None = None  # layer, op, position
+
+
+class Stats(_Message, tag="stats"):
+    """Sent after every step and when idle at least once a second: also engine-core's heartbeat."""
+
+    steps: int
+    kv_pages_free: int
+    kv_pages_total: int
+    kv_slots_unused: int  # unused token slots in the last pages of running sequences
+    running: int
+    waiting: int
+    waiting_by_bucket: dict[str, int] = {}
+    prefix_hit_tokens: int = 0  # totals since start
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0
+
+
+class ControlReply(_Message, tag="ctlr"):
+    control_id: int
+    ok: bool
+    result: dict[str, Any] = {}
+    error: str | None = None
+
+
+class Fatal(_Message, tag="fatal"):
+    error: str
+    hint: str | None = None
+
+
+CoreMessage = Loading | Ready | Tokens | Stats | ControlReply | Fatal

@@ -1,0 +1,1 @@
+"""The arithmetic: every op as a kernel with a numpy reference beside it. Nothing here knows about requests."""
