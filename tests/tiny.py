@@ -35,8 +35,10 @@ def tokenizer_json() -> dict[str, Any]:
         for i, text in enumerate(SPECIAL)
     ]  # fmt: skip
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": []}  # fmt: skip
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "fuse_unk": False,
+        "end_of_word_suffix": None, "byte_fallback": False, "vocab": vocab, "merges": [],
+    }  # fmt: skip
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}  # fmt: skip
 

@@ -28,7 +28,7 @@ def test_python_linters(command: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/setup", ".ci/lock"])
+@pytest.mark.parametrize("script", [".ci/run", ".ci/setup", ".ci/lock", "tests/host/bare"])
 def test_shell_scripts_parse(script: str) -> None:
     result = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
