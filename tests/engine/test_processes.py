@@ -56,7 +56,7 @@ async def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 
 async def test_core_killed_in_mid_stream_is_an_honest_error_and_a_failed_process(server: Server) -> None:
-    """kill -9 of engine-core: the stream ends with an error event, not with a silent end or [DONE]; exit status != 0."""
+    """kill -9 of engine-core: the stream ends with an error event, no silent end, no [DONE]; exit status not 0."""
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1}
     text = b""
     async with aiohttp.ClientSession() as session:
