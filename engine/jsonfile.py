@@ -8,7 +8,6 @@ checked where they are used, by `Section`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from dataclasses import dataclass
@@ -127,10 +126,10 @@ class Section:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not ok or not low <= value <= high:  # type: ignore[operator]
+        # NaN and infinity fail the comparison; so does an integer too large for float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             self.fail(key, f"a number from {low:g} to {high:g}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
