@@ -8,7 +8,7 @@ Two guarantees, both tested:
    prompt waits at most for the other buckets' shares, never for a whole long prompt, and long prompts always move.
 2. Memory and slots. Once the head of a bucket was refused for want of pages or a slot, other buckets admit at most
    `max_overtakes` later arrivals before that bucket admits one; then all admission waits until what runs has freed
-   enough for it. A sequence with k others before it in its bucket is so overtaken at most (k + 1) * max_overtakes times.
+   enough for it. A sequence with k others before it in its bucket: at most (k + 1) * max_overtakes.
 A share that a bucket cannot use (nothing waits, nothing fits, or guarantee 2 holds it back) is not saved up.
 """
 

@@ -114,6 +114,33 @@ class KVCache:
                 else:
                     self._unused[page] = None
 
+    # ---- the pages of one sequence -----------------------------------------------------------------------------------
+
+    def attach(self, seq: Sequence, *, use_cache: bool, keep_free: int) -> bool:
+        """Fills the empty block table of `seq` with pages for all its known tokens, cached ones first, and sets how far
+        it is computed. False, and nothing is taken, if that would leave fewer than `keep_free` pages free."""
+        known = len(seq.token_ids)
+        # Never the page of the last known token: its logits are wanted, so at least it is computed again.
+        hits, serial = self.match(seq, (known - 1) // PAGE_TOKENS) if use_cache else ([], ROOT_SERIAL)
+        need = -(-known // PAGE_TOKENS) - len(hits)
+        if need + self.unreferenced(hits) + keep_free > self.free_pages:
+            return False
+        self.acquire(hits)
+        seq.block_table.extend(hits)
+        seq.block_table.extend(self.allocate(need))
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * PAGE_TOKENS
+        seq.num_published_pages = len(hits)
+        seq.cache_serial = serial
+        return True
+
+    def detach(self, seq: Sequence) -> None:
+        """Gives up all pages of `seq`; what was published stays cached until its pages are needed."""
+        self.release(seq.block_table)
+        seq.block_table.clear()
+        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
+        seq.num_published_pages = 0
+        seq.cache_serial = ROOT_SERIAL
+
     # ---- prefix cache ------------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence, max_pages: int) -> tuple[list[int], int]:
@@ -199,11 +226,12 @@ class KVCache:
 
     # ---- self-check --------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, block_tables: Iterable[Seq[int]]) -> None:
-        """Raises IntegrityError naming the page unless the pool agrees with the block tables that exist. O(pages)."""
+    def check_integrity(self, holders: Iterable[Sequence]) -> None:
+        """Raises IntegrityError naming the page unless the pool agrees with the sequences that hold pages. O(pages)."""
         held = [0] * self.total_pages
-        for table in block_tables:
-            for page in table:
+        for seq in holders:
+            self._check_table(seq)
+            for page in seq.block_table:
                 held[page] += 1
         free = set(self._free)
         if len(free) != len(self._free):
@@ -226,6 +254,15 @@ class KVCache:
             raise IntegrityError(
                 f"{cached} pages cached, {len(self._index)} in the index, {len(self._serials)} serials"
             )
+
+    def _check_table(self, seq: Sequence) -> None:
+        if len(set(seq.block_table)) != len(seq.block_table):
+            raise IntegrityError(f"{seq!r} has a page twice")
+        if seq.num_scheduled_tokens > len(seq.block_table) * PAGE_TOKENS:
+            raise IntegrityError(f"{seq!r} has tokens without a page")
+        for page in seq.block_table[seq.num_computed_tokens // PAGE_TOKENS :]:
+            if self._refs[page] != 1:
+                raise IntegrityError(f"page {page} of {seq!r} has {self._refs[page]} references before it is complete")
 
 
 def _same(entry: _Entry, key: PageKey, salt: str, parent: int) -> bool:

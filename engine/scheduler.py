@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from engine.deadlines import Deadlines
 from engine.fair_queue import BUCKET_NAMES, FairQueue, bucket_of
 from engine.kv_cache import IntegrityError, KVCache
-from engine.plan import ScheduledSeq, SchedulerConfig, SchedulerStats, StepPlan, pages_for
-from engine.sequence import ROOT_SERIAL, SeqState, Sequence
+from engine.plan import ScheduledSeq, SchedulerConfig, SchedulerStats, StepPlan
+from engine.sequence import SeqState, Sequence
 from engine.types import PAGE_TOKENS, FinishReason
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Scheduler:
         if seq.num_in_flight:
             self._retiring[seq_id] = seq
         else:
-            self._free_pages(seq)
+            self.kv.detach(seq)
         return True
 
     def abort(self, seq_id: int) -> bool:
@@ -200,7 +200,7 @@ class Scheduler:
 
     def _requeue(self, seq: Sequence) -> None:
         del self._draining[seq.seq_id]
-        self._free_pages(seq)
+        self.kv.detach(seq)
         seq.state = SeqState.WAITING
         self._queue.push_front(seq)
 
@@ -208,13 +208,6 @@ class Scheduler:
         self._decoding.pop(seq.seq_id, None)
         if self._queue.partial[seq.bucket] is seq:
             self._queue.partial[seq.bucket] = None
-
-    def _free_pages(self, seq: Sequence) -> None:
-        self.kv.release(seq.block_table)
-        seq.block_table.clear()
-        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
-        seq.num_published_pages = 0
-        seq.cache_serial = ROOT_SERIAL
 
     # ---- prefill -----------------------------------------------------------------------------------------------------
 
@@ -266,28 +259,15 @@ class Scheduler:
         if num_running >= self.config.max_batch_seqs:
             self._queue.refuse(bucket)
             return None
-        known = len(seq.token_ids)
-        hits: list[int] = []
-        serial = ROOT_SERIAL
-        if self.config.prefix_cache and seq.allow_prefix_hit:
-            # Never the last known token: its logits are wanted, so at least it is computed again.
-            hits, serial = self.kv.match(seq, (known - 1) // PAGE_TOKENS)
-        need = pages_for(known) - len(hits)
-        if need + self.kv.unreferenced(hits) + self._headroom(seq, num_running) > self.kv.free_pages:
+        use_cache = self.config.prefix_cache and seq.allow_prefix_hit
+        if not self.kv.attach(seq, use_cache=use_cache, keep_free=self._headroom(seq, num_running)):
             self._queue.refuse(bucket)
             return None
-        self.kv.acquire(hits)
-        seq.block_table.extend(hits)
-        seq.block_table.extend(self.kv.allocate(need))
-        cached = len(hits) * PAGE_TOKENS
-        seq.num_computed_tokens = seq.num_scheduled_tokens = cached
-        seq.num_published_pages = len(hits)
-        seq.cache_serial = serial
         seq.state = SeqState.RUNNING
         if not seq.num_preemptions:
-            seq.num_cached_tokens = cached
-            self._prefix_query_tokens += known if seq.allow_prefix_hit else 0
-            self._prefix_hit_tokens += cached
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self._prefix_hit_tokens += seq.num_cached_tokens
+            self._prefix_query_tokens += seq.num_prompt_tokens if use_cache else 0
         self._queue.admitted(seq)
         return seq
 
@@ -354,7 +334,7 @@ class Scheduler:
 
     def _retire(self, seq: Sequence) -> None:
         if not seq.num_in_flight:
-            self._free_pages(seq)
+            self.kv.detach(seq)
             del self._retiring[seq.seq_id]
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
@@ -405,15 +385,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the page or the sequence if the book-keeping contradicts itself. O(pool)."""
         holders = [*self._running(), *self._draining.values(), *self._retiring.values()]
-        self.kv.check_integrity([seq.block_table for seq in holders])
-        for seq in holders:
-            if len(set(seq.block_table)) != len(seq.block_table):
-                raise IntegrityError(f"{seq!r} has a page twice")
-            if pages_for(seq.num_scheduled_tokens) > len(seq.block_table):
-                raise IntegrityError(f"{seq!r} has tokens without a page")
-            for page in seq.block_table[seq.num_computed_tokens // PAGE_TOKENS :]:
-                if self.kv.ref_count(page) != 1:
-                    raise IntegrityError(f"page {page} of {seq!r} is shared before it is complete")
+        self.kv.check_integrity(holders)
         for seq in self._queue:
             if seq.block_table or seq.num_in_flight or seq.state is not SeqState.WAITING:
                 raise IntegrityError(f"{seq!r} waits but holds pages or is in a plan in flight")
