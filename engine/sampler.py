@@ -19,10 +19,10 @@ Definition (the CUDA sampler must give the same tokens). For a row of float32 lo
     r = bits * total >> 64; the token is the first whose running sum is greater than r.
 
 The order of 2-9 is vLLM's (v1/sample/sampler.py: bias and min_tokens come before the penalties). Logprobs are vLLM's
-default: of the model's raw logits, before step 2. The inverse CDF was chosen over Gumbel-max because it takes one draw a
-token instead of one per vocabulary entry (152k Philox calls in numpy), and in id order because then nothing needs a
-sort: a filter is a threshold (quickselect here, radix select on a GPU), the walk is one prefix sum, and both are exact
-in integers.
+default: of the model's raw logits, before step 2. The inverse CDF was chosen over Gumbel-max because it takes one draw
+a token instead of one per vocabulary entry (152k Philox calls in numpy), and in id order because then nothing needs a
+sort: a filter is a threshold (found with a histogram, here and on a GPU), the walk is one prefix sum, and both are
+exact in integers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.errors import NumericError
 from engine.fixed_softmax import MAX_VOCAB, ZERO_BELOW, log_sum_exp, softmax_weights
@@ -48,8 +49,9 @@ LOGPROB_FLOOR = -9999.0
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 _FLOAT_TINY = float(np.finfo(np.float32).tiny)
-_SORT_AT_MOST = 1024  # candidates that are sorted outright when looking for the end of the nucleus
-_MAX_PIVOTS = 24  # then sort whatever is left: bounds the work on adversarial orders
+_SORT_AT_MOST = 512  # candidates that are sorted outright when looking for the end of the nucleus
+_BINS = 2048  # of the histogram that narrows more of them down
+_HISTOGRAM_PASSES = 3  # then sort whatever is left: bounds the work on rows that will not spread
 
 
 class SampleState:
@@ -244,10 +246,10 @@ def _draw(row: Float32Array, top: float, state: SampleState) -> int:
         values = values[kept]
     weights = softmax_weights(values, top, params.temperature)
     if params.top_p < 1.0:
-        _zero_outside_nucleus(values, weights, params.top_p, top - 8.0 * params.temperature)
+        _zero_outside_nucleus(values, weights, params.top_p, top + ZERO_BELOW * params.temperature)
     running = np.cumsum(weights)
     bits = token_bits(params.seed, state.seed_index, state.num_generated)
-    r = bits * int(running[-1]) >> 64
+    r = (bits * int(running[-1])) >> 64
     chosen = int(np.searchsorted(running, np.int64(r), side="right"))
     return chosen if ids is None else int(ids[chosen])
 
@@ -284,56 +286,49 @@ def _best_ids(row: Float32Array, k: int) -> list[int]:
     return [int(i) for i in kept[order]]
 
 
-def _zero_outside_nucleus(values: Float32Array, weights: Int64Array, top_p: float, pivot: float) -> None:
-    """Step 9, in place: tokens outside the nucleus get weight 0. `pivot`: a first guess of the last logit inside."""
+def _zero_outside_nucleus(values: Float32Array, weights: Int64Array, top_p: float, floor: float) -> None:
+    """Step 9, in place: tokens outside the nucleus get weight 0. `floor`: logits at or below it weigh 0 already."""
     total = int(weights.sum())
     share = math.ceil(top_p * 2.0**53)  # top_p as a fraction of 2**53, so that the target is an exact integer
-    target = max(1, share * total + (1 << 53) - 1 >> 53)
+    target = max(1, (share * total + (1 << 53) - 1) >> 53)
     if target >= total:
-        return  # what is beyond the last positive weight weighs 0 anyway
-    cut, num_equal = _nucleus_end(values, weights, target, np.float32(max(pivot, -_FLOAT_MAX)))
-    equal = np.flatnonzero(values == cut)
+        return  # all that weighs anything is inside
+    cut, num_equal = _nucleus_end(values, weights, target, floor)
     weights *= values >= cut
+    equal = np.flatnonzero(values == cut)
     weights[equal[num_equal:]] = 0
 
 
-def _nucleus_end(values: Float32Array, weights: Int64Array, target: int, pivot: np.float32) -> tuple[np.float32, int]:
+def _nucleus_end(values: Float32Array, weights: Int64Array, target: int, floor: float) -> tuple[np.float32, int]:
     """(value, how many tokens of exactly that value) where the running weight by rank first reaches `target`.
 
-    Weighted quickselect: each pass splits by a pivot and keeps the side where the target falls, so no sort of a large
-    vocabulary. The result does not depend on the pivots. Equal values have equal weights (both come from the logit).
+    A histogram finds the narrow range of logits where that happens and only the tokens in it are sorted. Its sums are
+    rounded, so the range is checked in exact integers; where that fails, or the tokens will not spread, all are sorted.
     """
-    for _ in range(_MAX_PIVOTS):
-        size = values.shape[0]
-        if size <= _SORT_AT_MOST:
+    for _ in range(_HISTOGRAM_PASSES):
+        if values.shape[0] <= _SORT_AT_MOST:
             break
-        side = np.flatnonzero(values > pivot)
-        above = int(weights[side].sum())
-        if above < target:
-            target -= above
-            equal = np.flatnonzero(values == pivot)
-            if equal.size:
-                each = int(weights[equal[0]])
-                if each * equal.size >= target:
-                    return pivot, -(-target // each)
-                target -= each * equal.size
-            side = np.flatnonzero(values < pivot)
-        values, weights = values[side], weights[side]
-        pivot = _next_pivot(values, weights, target, halve=2 * values.shape[0] > size)
+        bins = _rank_bins(values, floor)
+        sums = np.cumsum(np.bincount(bins, weights, _BINS))
+        found = min(int(np.searchsorted(sums, float(target))), _BINS - 1)
+        inside = np.flatnonzero(bins == found)
+        rest = target - int((weights * (bins < found)).sum())
+        if not 0 < rest <= int(weights[inside].sum()):
+            break
+        values, weights, target = values[inside], weights[inside], rest
     order = np.argsort(-values, kind="stable")
     end = int(np.searchsorted(np.cumsum(weights[order]), np.int64(target), side="left"))
     cut = values[order[end]]
     return cut, int(np.count_nonzero(values[order[: end + 1]] == cut))
 
 
-def _next_pivot(values: Float32Array, weights: Int64Array, target: int, *, halve: bool) -> np.float32:
-    """Judged by every n-th token: where the target probably falls, or the median where the last guess was a poor one."""
-    stride = max(1, values.shape[0] // 128)
-    order = np.argsort(-values[::stride], kind="stable")
-    at = order.size // 2
-    if not halve:
-        running = np.cumsum(weights[::stride][order])
-        share = target * int(running[-1]) // max(1, int(weights.sum()))
-        at = min(int(np.searchsorted(running, np.int64(share), side="left")), order.size - 1)
-    pivot: np.float32 = values[::stride][order[at]]
-    return pivot
+def _rank_bins(values: Float32Array, floor: float) -> npt.NDArray[np.intp]:
+    """Bin of every value, 0 for the highest: equal widths between the maximum and max(floor, minimum). Monotone."""
+    high = values.max()
+    width = float(high) - max(float(values.min()), floor)
+    scale = np.float32(min(_BINS / width, _FLOAT_MAX) if width > 0.0 else _FLOAT_MAX)
+    with np.errstate(over="ignore"):  # values far below the floor, or -inf: all in the last bin
+        scaled: Float32Array = high - values
+        scaled *= scale
+    np.minimum(scaled, np.float32(_BINS - 1), out=scaled)
+    return scaled.astype(np.intp)
