@@ -10,8 +10,6 @@ once (no fused multiply-add), so the weights are the same integers on every mach
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -64,28 +62,24 @@ def softmax_weights(logits: Float32Array, top: float, temperature: float) -> Int
     p = Horner of 1 + r + r^2/2 + r^3/6 + r^4/24 + r^5/120; weight = rint(2**(44 - n/64) * p).
     Within one unit of 2**44 * exp(z), correctly rounded (tested).
     """
-    n = logits.shape[0]
-    weights: Int64Array = np.empty(n, np.int64)
-    size = min(n, _BLOCK)
-    z, step, poly = (np.empty(size, np.float64) for _ in range(3))
-    index = np.empty(size, np.intp)
-    for start in range(0, n, _BLOCK):
-        block = logits[start : start + _BLOCK]
-        m = block.shape[0]
-        _weigh_block(block, top, temperature, z[:m], step[:m], poly[:m], index[:m], weights[start : start + m])
+    weights: Int64Array = np.empty(logits.shape[0], np.int64)
+    scratch = _Scratch(min(logits.shape[0], _BLOCK))
+    for start in range(0, logits.shape[0], _BLOCK):
+        _weigh_block(logits[start : start + _BLOCK], top, temperature, scratch, weights[start : start + _BLOCK])
     return weights
 
 
-def _weigh_block(
-    logits: Float32Array,
-    top: float,
-    temperature: float,
-    z: _Float64Array,
-    step: _Float64Array,
-    poly: _Float64Array,
-    index: npt.NDArray[np.intp],
-    out: npt.NDArray[Any],
-) -> None:
+class _Scratch:
+    __slots__ = ("index", "poly", "step", "z")
+
+    def __init__(self, size: int) -> None:
+        self.z, self.step, self.poly = (np.empty(size, np.float64) for _ in range(3))
+        self.index = np.empty(size, np.intp)
+
+
+def _weigh_block(logits: Float32Array, top: float, temperature: float, scratch: _Scratch, out: Int64Array) -> None:
+    n = logits.shape[0]
+    z, step, poly, index = scratch.z[:n], scratch.step[:n], scratch.poly[:n], scratch.index[:n]
     np.copyto(z, logits)
     z -= top
     if temperature != 1.0:
@@ -109,5 +103,12 @@ def _weigh_block(
 
 def log_sum_exp(logits: Float32Array, top: float) -> float:
     """log(sum(exp(logits))) of a row (n,) with the finite maximum `top`; exact to about 1e-8, same bits everywhere."""
-    total = int(softmax_weights(logits, top, 1.0).sum())
+    scratch = _Scratch(min(logits.shape[0], _BLOCK))
+    weights = np.empty(scratch.z.shape[0], np.int64)
+    total = 0
+    for start in range(0, logits.shape[0], _BLOCK):
+        block = logits[start : start + _BLOCK]
+        out = weights[: block.shape[0]]
+        _weigh_block(block, top, 1.0, scratch, out)
+        total += int(out.sum())
     return top + math.log(total / (1 << SCALE_BITS))

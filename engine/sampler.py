@@ -51,6 +51,7 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 _FLOAT_TINY = float(np.finfo(np.float32).tiny)
 _SORT_AT_MOST = 512  # candidates that are sorted outright when looking for the end of the nucleus
 _BINS = 2048  # of the histogram that narrows more of them down
+_BLOCK = 8192  # tokens
 _HISTOGRAM_PASSES = 3  # then sort whatever is left: bounds the work on rows that will not spread
 
 
@@ -247,7 +248,7 @@ def _draw(row: Float32Array, top: float, state: SampleState) -> int:
     weights = softmax_weights(values, top, params.temperature)
     if params.top_p < 1.0:
         _zero_outside_nucleus(values, weights, params.top_p, top + ZERO_BELOW * params.temperature)
-    running = np.cumsum(weights)
+    running = np.cumsum(weights, out=weights)
     bits = token_bits(params.seed, state.seed_index, state.num_generated)
     r = (bits * int(running[-1])) >> 64
     chosen = int(np.searchsorted(running, np.int64(r), side="right"))
@@ -309,10 +310,10 @@ def _nucleus_end(values: Float32Array, weights: Int64Array, target: int, floor: 
         if values.shape[0] <= _SORT_AT_MOST:
             break
         bins = _rank_bins(values, floor)
-        sums = np.cumsum(np.bincount(bins, weights, _BINS))
+        sums = np.cumsum(_histogram(bins, weights))
         found = min(int(np.searchsorted(sums, float(target))), _BINS - 1)
         inside = np.flatnonzero(bins == found)
-        rest = target - int((weights * (bins < found)).sum())
+        rest = target - _sum_where(weights, bins < found)
         if not 0 < rest <= int(weights[inside].sum()):
             break
         values, weights, target = values[inside], weights[inside], rest
@@ -322,7 +323,7 @@ def _nucleus_end(values: Float32Array, weights: Int64Array, target: int, floor: 
     return cut, int(np.count_nonzero(values[order[: end + 1]] == cut))
 
 
-def _rank_bins(values: Float32Array, floor: float) -> npt.NDArray[np.intp]:
+def _rank_bins(values: Float32Array, floor: float) -> npt.NDArray[np.int16]:
     """Bin of every value, 0 for the highest: equal widths between the maximum and max(floor, minimum). Monotone."""
     high = values.max()
     width = float(high) - max(float(values.min()), floor)
@@ -331,4 +332,24 @@ def _rank_bins(values: Float32Array, floor: float) -> npt.NDArray[np.intp]:
         scaled: Float32Array = high - values
         scaled *= scale
     np.minimum(scaled, np.float32(_BINS - 1), out=scaled)
-    return scaled.astype(np.intp)
+    return scaled.astype(np.int16)
+
+
+# Blocks in the next two: numpy's temporaries then stay in the cache and are recycled, where one of a whole row would go
+# back to the kernel every time and cost more in page faults than in arithmetic.
+
+
+def _histogram(bins: npt.NDArray[np.int16], weights: Int64Array) -> npt.NDArray[np.float64]:
+    sums = np.zeros(_BINS, np.float64)
+    for start in range(0, bins.shape[0], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        sums += np.bincount(bins[block], weights[block], _BINS)
+    return sums
+
+
+def _sum_where(weights: Int64Array, mask: npt.NDArray[np.bool_]) -> int:
+    total = 0
+    for start in range(0, weights.shape[0], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        total += int((weights[block] * mask[block]).sum())
+    return total

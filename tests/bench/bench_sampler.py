@@ -1,8 +1,8 @@
 """Time of one sampled row by parameters and shape of the distribution: python tests/bench/bench_sampler.py [--json].
 
-Targets at a vocabulary of 49,152: greedy <= 50 us, sampled <= 1 ms a row. numpy on one thread; times are the fastest and
-the median of many calls, in microseconds (they differ on a busy machine). `peaked` rows look like a language model's (a few likely tokens), `flat` rows are the worst
-case for the filters (a nucleus of tens of thousands).
+Targets at a vocabulary of 49,152: greedy <= 50 us, sampled <= 1 ms a row. numpy on one thread; microseconds, the least
+and the median of many calls (they differ on a busy machine). `peaked` rows look like a language model's (a few likely
+tokens), `flat` rows are the worst case for the filters (a nucleus of tens of thousands).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_row(kind: str, vocab_size: int) -> np.ndarray:
 
 
 def measure(row: np.ndarray, params: SamplingParams, calls: int) -> tuple[float, float]:
-    """(least, median) microseconds of sample() + append(), prompt of 1000 tokens, output growing from 0 to `calls` tokens."""
+    """(least, median) microseconds of sample() + append(), prompt of 1000 tokens, output growing by one a call."""
     rng = np.random.default_rng(1)
     state = SampleState(params, rng.integers(0, row.shape[1], 1000).tolist(), row.shape[1], 0)
     seconds = []
