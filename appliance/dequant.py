@@ -1,7 +1,8 @@
 """Dequantisation of GGML tensor formats to float32, vectorised with numpy.
 
 Layouts are those of the block structs in ggml (ggml-common.h); every block is little-endian. The arithmetic is float32
-in the order of ggml's reference code, so the results are bit-equal to the `gguf` package (tests/appliance/test_dequant).
+in the order of ggml's reference code, so the results are bit-equal to the `gguf` package's
+(tests/appliance/test_dequant.py).
 
 Notation: d, m are a block's scale and minimum; q the integer of a weight. An output row is the blocks end to end.
 """
@@ -104,7 +105,8 @@ def _k_affine(b: Blocks, q: UInt8Array) -> Float32Array:
     scales, minimums = _six_bit_scales(b["s"])
     d = (_column(b["d"]) * scales.astype(np.float32))[:, :, np.newaxis]
     m = (_column(b["m"]) * minimums.astype(np.float32))[:, :, np.newaxis]
-    return (d * q.astype(np.float32) - m).reshape(len(b), 256)
+    values: Float32Array = d * q.astype(np.float32) - m
+    return values.reshape(len(b), 256)
 
 
 def _k_nibbles(packed: UInt8Array) -> UInt8Array:
@@ -134,7 +136,8 @@ def _q6_k(b: Blocks) -> Float32Array:
 
 
 def _bf16(b: Blocks) -> Float32Array:
-    return (b["q"].astype(np.uint32) << np.uint32(16)).view(np.float32)[:, np.newaxis]
+    widened: npt.NDArray[np.uint32] = b["q"].astype(np.uint32) << np.uint32(16)
+    return widened.view(np.float32)[:, np.newaxis]
 
 
 def _plain(b: Blocks) -> Float32Array:

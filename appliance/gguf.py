@@ -6,6 +6,7 @@ allocated or read, and each refusal names the field. Tensor data stays in the ma
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from collections.abc import Mapping
@@ -228,6 +229,6 @@ def _place(info: GgufTensor, data_start: int, alignment: int, file_size: int) ->
 
 def _check_overlap(tensors: list[GgufTensor]) -> None:
     tensors.sort(key=lambda tensor: tensor.offset)
-    for before, after in zip(tensors, tensors[1:]):
+    for before, after in itertools.pairwise(tensors):
         if before.offset + before.num_bytes > after.offset:
             raise GgufError(f"tensors {before.name!r} and {after.name!r} overlap")

@@ -30,7 +30,9 @@ def tokenizer_files(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> d
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise GgufError(f"tokenizer {model!r} with pre-tokenizer {pre!r} cannot be converted; known: 'gpt2' with {known}")
+        raise GgufError(
+            f"tokenizer {model!r} with pre-tokenizer {pre!r} cannot be converted; known: 'gpt2' with {known}"
+        )
     if metadata.get("tokenizer.ggml.add_bos_token", False) or metadata.get("tokenizer.ggml.add_eos_token", False):
         raise GgufError("a tokenizer that adds BOS or EOS by itself cannot be converted")
     if metadata.get("tokenizer.ggml.add_space_prefix", False):
@@ -81,7 +83,9 @@ def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[s
         raise GgufError("tokenizer.ggml.token_type is missing or not as long as the vocabulary")
     unknown = set(types.tolist()) - {_NORMAL, _CONTROL, _USER_DEFINED}
     if unknown:
-        raise GgufError(f"tokenizer.ggml.token_type has the types {sorted(unknown)}, which byte-level BPE does not have")
+        raise GgufError(
+            f"tokenizer.ggml.token_type has the types {sorted(unknown)}, which byte-level BPE does not have"
+        )
     return [
         {
             "id": index,

@@ -72,9 +72,7 @@ def report_error(message: str, *, hint: str | None = None, code: int = ExitCode.
         emit_json({"error": {"message": message, "hint": hint, "exit_code": int(code)}})
 
 
-def die(
-    message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAILED, as_json: bool = False
-) -> NoReturn:
+def die(message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAILED, as_json: bool = False) -> NoReturn:
     """Reports an error and ends the process with `code`. Only for the outermost layer of a command: everything below
     raises ApplianceError, which `appliance.cli.main` turns into this."""
     report_error(message, hint=hint, code=code, as_json=as_json)
@@ -130,7 +128,9 @@ class Progress:
         self._drawn_at = now
         percent = 100 * done // total if total else 100
         rate = done / max(now - self._started, 1e-3)
-        self._draw(f"{self._stage}  {percent:3d} %  {format_bytes(done)} of {format_bytes(total)}  {format_bytes(rate)}/s")
+        self._draw(
+            f"{self._stage}  {percent:3d} %  {format_bytes(done)} of {format_bytes(total)}  {format_bytes(rate)}/s"
+        )
 
     def finish(self) -> None:
         """Ends the line of a live stage."""

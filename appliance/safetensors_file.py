@@ -87,8 +87,8 @@ def _header(tensors: Sequence[TensorSource], metadata: Mapping[str, str]) -> byt
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """The tensors of a safetensors file after every structural check: lengths, JSON, dtype x shape = bytes, and that the
-    data is covered without gap or overlap to the last byte. Raises StoreError naming file and tensor."""
+    """The tensors of a safetensors file after every structural check: lengths, JSON, dtype x shape = bytes, and that
+    the data is covered without gap or overlap to the last byte. Raises StoreError naming file and tensor."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -102,9 +102,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
             )
         raw = file.read(length)
     header = parse_json(raw, f"the header of {path.name}")
-    entries = {
-        name: _entry(path.name, name, value) for name, value in header.items() if name != "__metadata__"
-    }
+    entries = {name: _entry(path.name, name, value) for name, value in header.items() if name != "__metadata__"}
     _check_coverage(path.name, entries, size - 8 - length)
     return entries
 
@@ -113,7 +111,9 @@ def _entry(file_name: str, name: str, value: Any) -> HeaderEntry:
     where = f"{file_name}: tensor {name!r}"
     if not isinstance(value, dict):
         raise StoreError(f"{where} is described by {type(value).__name__}, not by an object")
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    dtype = value.get("dtype")
+    shape: Any = value.get("shape")
+    offsets: Any = value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise StoreError(f"{where} has the unknown dtype {dtype!r}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > 32:
@@ -132,7 +132,9 @@ def _check_coverage(file_name: str, entries: Mapping[str, HeaderEntry], data_byt
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise StoreError(f"{file_name}: tensor {name!r} starts at {entry.begin}, expected {position} (gap or overlap)")
+            raise StoreError(
+                f"{file_name}: tensor {name!r} starts at {entry.begin}, expected {position} (gap or overlap)"
+            )
         position = entry.end
     if position != data_bytes:
         raise StoreError(
@@ -148,4 +150,3 @@ def dominant_dtype(entries: Iterable[HeaderEntry]) -> str:
         total[entry.dtype] = total.get(entry.dtype, 0) + entry.end - entry.begin
     best = max(total, key=lambda dtype: total[dtype], default="")
     return DTYPE_NAMES.get(best, best.lower())
-
