@@ -22,7 +22,7 @@ import msgspec
 from engine.core_config import CoreConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.log import setup_logging
+from engine.log import log_event, setup_logging
 from engine.messages import Abort, ApiMessage, Control, ControlReply, CoreMessage, Fatal, Generate, Loading
 from engine.ring import Ring
 
@@ -62,12 +62,12 @@ class CoreProcess:
                     self._send(engine.step())
                 self._flush()
         except EngineError as error:
-            log.error("%s", error.message, extra={"event": "core_fatal", "hint": error.hint})
+            log_event(log, logging.ERROR, "core_fatal", error.message, hint=error.hint)
             self._send([Fatal(error=error.message, hint=error.hint)])
             self._flush()
             return 1
         except Exception as error:  # the last line of defence: say what it was, then die, never limp on
-            log.exception("engine-core failed", extra={"event": "core_fatal"})
+            log_event(log, logging.ERROR, "core_fatal", "engine-core failed", exc_info=True)
             self._send([Fatal(error=f"{type(error).__name__}: {error}")])
             self._flush()
             return 1
@@ -84,7 +84,7 @@ class CoreProcess:
             seconds = min(seconds, 0.002)
         for fd, event in self._poll.poll(seconds * 1000):
             if fd == self._alive_fd and event & (select.POLLHUP | select.POLLERR):
-                log.error("engine-api is gone, leaving", extra={"event": "core_orphaned"})
+                log_event(log, logging.ERROR, "core_orphaned", "engine-api is gone, leaving")
                 os._exit(3)
 
     def _receive(self, engine: Engine) -> None:
@@ -125,7 +125,7 @@ class CoreProcess:
 def main() -> int:
     """Started by EngineClient only: argv[1] is JSON {"core": CoreConfig, "fds": [in, bell, out, bell, alive]}."""
     arguments = msgspec.json.decode(sys.argv[1])
-    setup_logging("engine-core")
+    setup_logging(identifier="engine-core")
     faulthandler.enable()  # a crash in compiled code leaves a traceback in the journal
     # systemd sends SIGTERM to the whole scope: engine-api decides when we stop, after the requests in flight.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

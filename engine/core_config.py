@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +19,7 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     model_dir: str
     backend: str = "cpu"  # "cpu" only when asked for; "cuda" is the appliance's
-    dtype: str = "auto"  # of the weights: auto, float32, bfloat16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights
     max_model_len: int | None = None  # tokens of prompt + output; default: the model's context
     kv_tokens: int | None = None  # size of the KV pool in tokens, rounded up to pages
     memory_fraction: float = 0.4  # of the memory free after loading, for the KV pool, when kv_tokens is not given

@@ -19,9 +19,10 @@ from engine.config import ModelConfig
 from engine.core_config import CoreConfig, available_bytes, plan_kv_pages, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError
 from engine.kv_cache import KVCache
-from engine.loader import load_weights
+from engine.loader import arena_checksum, load_weights
+from engine.log import log_event
 from engine.messages import CoreMessage, Generate, Ready, Stats, Tokens
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, kv_bytes_per_page
 from engine.sampler import SampleState, sample, token_logprobs
 from engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from engine.sequence import Sequence
@@ -57,16 +58,18 @@ class Engine:
         num_pages = plan_kv_pages(
             config,
             max_model_len=self.max_model_len,
-            bytes_per_page=ModelRunner.kv_bytes_per_page(model),
+            bytes_per_page=kv_bytes_per_page(model),
             free_bytes=free_bytes,
         )
-        self.kv_cache = KVCache(num_pages, enable_prefix_cache=config.prefix_cache)
+        self.kv_cache = KVCache(num_pages)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.max_model_len,
                 max_batch_tokens=config.max_batch_tokens,
                 max_batch_seqs=config.max_batch_seqs,
                 prefill_chunk=config.prefill_chunk,
+                prefix_cache=config.prefix_cache,
+                max_plans_in_flight=1,
             ),
             self.kv_cache,
         )
@@ -106,10 +109,12 @@ class Engine:
         model = ModelConfig.from_dir(directory)
         weights = load_weights(directory, model, dtype=config.dtype, progress=progress)
         load_seconds = time.monotonic() - started
-        log.info(
-            "weights loaded",
-            extra={"event": "weights_loaded", "bytes": weights.arena_bytes, "seconds": round(load_seconds, 3)},
-        )
+        log_event(
+            log, logging.INFO, "weights_loaded", bytes=weights.arena_bytes, seconds=round(load_seconds, 3),
+            dtype=weights.dtype, checksum=weights.checksum,
+        )  # fmt: skip
+        for note in weights.notes:
+            log_event(log, logging.WARNING, "checkpoint_note", note)
         return cls(config, model, weights, free_bytes=available_bytes(), load_seconds=load_seconds)
 
     def close(self) -> None:
@@ -144,20 +149,18 @@ class Engine:
             stop_ids |= set(message.params.eos_token_ids)
         for index in range(message.n):
             sequence = Sequence(
-                seq_id=self._next_seq_id,
+                self._next_seq_id,
+                message.prompt_ids,
+                max_tokens=message.params.max_tokens,
                 request_id=message.request_id,
                 index=index,
-                token_ids=list(message.prompt_ids),
-                num_prompt_tokens=len(message.prompt_ids),
-                max_tokens=message.params.max_tokens,
                 cache_salt=message.cache_salt,
                 allow_prefix_hit=not message.echo_logprobs,
-                arrival=time.monotonic(),
                 deadline=message.deadline,
             )
             self._next_seq_id += 1
-            sampling = SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
-            choice = Choice(message, sequence, sampling, stop_ids=frozenset(stop_ids))
+            sampler_state = SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
+            choice = Choice(message, sequence, sampler_state, stop_ids=frozenset(stop_ids))
             if message.echo_logprobs:
                 choice.prompt_logprobs = [None]
             indices[index] = sequence.seq_id
@@ -179,7 +182,7 @@ class Engine:
         out: list[CoreMessage] = []
         now = time.monotonic()
         for sequence in self.scheduler.expire(now):
-            out.append(self._finished(self._choices[sequence.seq_id], FinishReason.DEADLINE))
+            out.append(self._report(self._choice(sequence)))
         plan = self.scheduler.schedule()
         if plan is not None:
             out += self._run(plan)
@@ -196,30 +199,34 @@ class Engine:
         batch, first_row = self._build_batch(plan)
         try:
             logits = self.runner.forward(batch)
-        except EngineError as error:
-            return self._fail_plan(plan, error)
-        sampled = [item for item in plan.items if item.samples and item.seq.seq_id in self._choices]
-        sampled = [item for item in sampled if self._choices[item.seq.seq_id].message.params.max_tokens > 0]
+        except (EngineError, ValueError, IndexError) as error:  # refused before it wrote anything: a bug of ours
+            log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, exc_info=True)
+            return [self._report(self._choice(seq), error=str(error)) for seq in self.scheduler.fail(plan)]
         self._echo(plan, logits, first_row)
-        rows = [first_row[item.seq.seq_id] + self._num_rows(item) - 1 for item in sampled]
-        picked = logits if rows == list(range(len(logits))) else logits[rows]
-        results = sample(picked, [self._choices[item.seq.seq_id].sampling for item in sampled])
-        tokens = {
-            item.seq.seq_id: result.token_id for item, result in zip(sampled, results, strict=True) if not result.error
-        }
-        failed = [(item, result) for item, result in zip(sampled, results, strict=True) if result.error]
-        self.scheduler.commit(plan, tokens)
-        out: list[CoreMessage] = []
-        for item, result in failed:
-            out.append(self._failed(self._choices[item.seq.seq_id], result, item.start + item.count - 1))
-        for item, result in zip(sampled, results, strict=True):
-            if not result.error:
-                out.append(self._accept(self._choices[item.seq.seq_id], result))
-        for item in plan.items:  # echo without generation ends with the prompt
-            choice = self._choices.get(item.seq.seq_id)
-            if choice is not None and item.samples and choice.message.params.max_tokens == 0:
-                out.append(self._finished(choice, FinishReason.LENGTH))
-        return out
+        sampling = [item for item in plan.items if item.samples and not item.seq.finished]
+        rows = [first_row[item.seq.seq_id] + self._num_rows(item) - 1 for item in sampling]
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        choices = [self._choice(item.seq) for item in sampling]
+        results = sample(logits, [choice.sampling for choice in choices])
+        tokens: dict[int, int] = {}
+        stopped: dict[int, FinishReason] = {}
+        for choice, result in zip(choices, results, strict=True):
+            seq_id = choice.sequence.seq_id
+            if choice.message.params.max_tokens == 0:  # echo without generation ends with the prompt
+                stopped[seq_id] = FinishReason.LENGTH
+            elif result.error is not None:
+                stopped[seq_id] = FinishReason.ERROR
+            else:
+                tokens[seq_id] = result.token_id
+                choice.sampling.append(result.token_id)
+                if result.token_id in choice.stop_ids:
+                    stopped[seq_id] = FinishReason.STOP
+        self.scheduler.commit(plan, tokens, stopped)
+        return [
+            self._result(choice, result, stopped=stopped.get(choice.sequence.seq_id))
+            for choice, result in zip(choices, results, strict=True)
+        ]
 
     def _num_rows(self, item: Any) -> int:
         """Logits rows of a scheduled item: every position for echo, the last one when it samples, else none."""
@@ -270,51 +277,38 @@ class Engine:
 
     # ---- what a step means for a choice ----------------------------------------------------------------------------
 
-    def _accept(self, choice: Choice, result: SampleResult) -> Tokens:
-        token_id = result.token_id
-        choice.sampling.append(token_id)
-        if token_id in choice.stop_ids:
-            return self._finished(choice, FinishReason.STOP, stop_token_id=token_id)
-        generated, total = choice.sampling.num_generated, len(choice.sequence.token_ids)
-        finish: FinishReason | None = None
-        if generated >= choice.message.params.max_tokens or total >= self.max_model_len:
-            finish = FinishReason.LENGTH
+    def _choice(self, sequence: Sequence) -> Choice:
+        return self._choices[sequence.seq_id]
+
+    def _result(self, choice: Choice, result: SampleResult, stopped: FinishReason | None) -> Tokens:
+        if stopped is FinishReason.ERROR:
+            position = choice.sequence.num_prompt_tokens + choice.sampling.num_generated - 1
+            where = {"op": "logits", "position": position, "step": self._steps}
+            request_id = choice.message.request_id
+            log_event(log, logging.ERROR, "request_failed", result.error or "", req_id=request_id, **where)
+            return self._report(choice, error=result.error, error_where=where)
+        if stopped is FinishReason.STOP:
+            return self._report(choice, stop_token_id=result.token_id)
+        if choice.message.params.max_tokens == 0:
+            return self._report(choice)
         logprobs = [result.logprob] if result.logprob is not None else None
-        return self._finished(choice, finish, token_ids=[token_id], logprobs=logprobs)
+        return self._report(choice, token_ids=[result.token_id], logprobs=logprobs)
 
-    def _failed(self, choice: Choice, result: SampleResult, position: int) -> Tokens:
-        where = {"op": "logits", "position": position, "step": self._steps}
-        log.error(
-            "request failed: %s", result.error, extra={"event": "request_failed", "req_id": choice.message.request_id}
-        )
-        return self._finished(choice, FinishReason.ERROR, error=result.error, error_where=where)
-
-    def _fail_plan(self, plan: StepPlan, error: EngineError) -> list[CoreMessage]:
-        log.error("step failed: %s", error.message, extra={"event": "step_failed"})
-        self.scheduler.commit(plan, {})
-        return [
-            self._finished(self._choices[item.seq.seq_id], FinishReason.ERROR, error=error.message)
-            for item in plan.items
-            if item.seq.seq_id in self._choices
-        ]
-
-    def _finished(self, choice: Choice, reason: FinishReason | None, **fields: Any) -> Tokens:
-        """The message for this step; with a reason the sequence ends and its pages are free at once."""
-        first = not choice.reported
+    def _report(self, choice: Choice, *, token_ids: list[int] | None = None, **fields: Any) -> Tokens:
+        """The message of this step; when the scheduler has ended the sequence it carries the reason and is the last."""
+        sequence, first = choice.sequence, not choice.reported
         choice.reported = True
-        message = Tokens(
+        if sequence.finished:
+            self._forget(choice)
+        return Tokens(
             request_id=choice.message.request_id,
-            index=choice.sequence.index,
-            token_ids=fields.pop("token_ids", []),
-            cached_tokens=choice.sequence.num_cached_tokens if first else 0,
+            index=sequence.index,
+            token_ids=token_ids or [],
+            cached_tokens=sequence.num_cached_tokens if first else 0,
             prompt_logprobs=choice.prompt_logprobs if first else None,
-            finish_reason=reason,
+            finish_reason=sequence.finish_reason,
             **fields,
         )
-        if reason is not None:
-            self.scheduler.finish(choice.sequence.seq_id, reason)
-            self._forget(choice)
-        return message
 
     def _forget(self, choice: Choice) -> None:
         self._choices.pop(choice.sequence.seq_id, None)
@@ -326,17 +320,17 @@ class Engine:
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        s = self.scheduler
+        s = self.scheduler.stats
         return Stats(
-            steps=self._steps,
-            kv_pages_free=self.kv_cache.free_pages,
-            kv_pages_total=self.kv_cache.total_pages,
-            kv_slots_unused=s.unused_slots,
-            running=s.num_running,
-            waiting=s.num_waiting,
-            waiting_by_bucket=s.waiting_by_bucket(),
-            prefix_hit_tokens=self.kv_cache.hit_tokens,
-            prefix_query_tokens=self.kv_cache.query_tokens,
+            steps=s.steps,
+            kv_pages_free=s.kv_pages_free,
+            kv_pages_total=s.kv_pages_total,
+            kv_slots_unused=s.kv_slots_unused,
+            running=s.running,
+            waiting=s.waiting,
+            waiting_by_bucket=s.waiting_by_bucket,
+            prefix_hit_tokens=s.prefix_hit_tokens,
+            prefix_query_tokens=s.prefix_query_tokens,
             preemptions=s.preemptions,
             step_seconds=self._last_step_seconds,
         )
@@ -344,7 +338,10 @@ class Engine:
     def control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
         match op:
             case "checksum":
-                return {"expected": self.weights.checksum, "actual": self.weights.compute_checksum()}
+                if self.weights.arena is None:
+                    raise EngineError("these weights have no arena to read back")
+                actual = arena_checksum(self.weights.arena, num_threads=self.runner.num_threads)
+                return {"expected": self.weights.checksum, "actual": actual, "ok": actual == self.weights.checksum}
             case "golden":
                 return self._golden([int(t) for t in args["prompt_ids"]])
             case "drop_prefix_cache":
@@ -358,9 +355,9 @@ class Engine:
         """
         self.scheduler.check_admissible(len(prompt_ids), 1)
         num_pages = -(-len(prompt_ids) // PAGE_TOKENS)
-        pages = self.kv_cache.borrow(num_pages)
-        if pages is None:
-            raise EngineError(f"no {num_pages} free KV pages for the golden probe now", hint="try again")
+        if num_pages > self.kv_cache.free_pages:
+            raise EngineError(f"{num_pages} KV pages are needed, {self.kv_cache.free_pages} are free", hint="try again")
+        pages = self.kv_cache.allocate(num_pages)
         digest = hashlib.sha256()
         try:
             table = np.array([pages], np.int32)
@@ -369,7 +366,7 @@ class Engine:
                 rows = np.arange(len(chunk), dtype=np.int32)
                 zeros = np.zeros(len(chunk), np.int32)
                 logits = self.runner.forward(StepBatch(chunk, rows + np.int32(start), zeros, table, rows))
-                digest.update(np.ascontiguousarray(logits))
+                digest.update(memoryview(np.ascontiguousarray(logits)).cast("B"))
         finally:
-            self.kv_cache.give_back(pages)
+            self.kv_cache.release(pages)
         return {"sha256": digest.hexdigest(), "positions": len(prompt_ids)}

@@ -105,7 +105,7 @@ def load_weights(
     tensors = arena_views(plan, arena.buffer)
     if config.tie_embeddings:
         tensors["lm_head"] = tensors["embed"]
-    return Weights(MappingProxyType(tensors), plan.dtype, plan.arena_bytes, checksum, notes)
+    return Weights(MappingProxyType(tensors), plan.dtype, plan.arena_bytes, checksum, arena.buffer, notes)
 
 
 def execute_plan(

@@ -232,6 +232,4 @@ class _Workspace:
         views = {name: buffer[:num_tokens] for name, buffer in self._buffers.items()}
         heads = (num_tokens, *self._heads)
         attn_flat = views["attn"]
-        return _Rows(
-            **{**views, "q": views["q"].reshape(heads), "attn": attn_flat.reshape(heads)}, attn_flat=attn_flat
-        )
+        return _Rows(**{**views, "q": views["q"].reshape(heads), "attn": attn_flat.reshape(heads)}, attn_flat=attn_flat)
