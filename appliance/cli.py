@@ -33,7 +33,11 @@ class Command(NamedTuple):
     module: str
 
 
-COMMANDS = (Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),)
+COMMANDS = (
+    Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
+    Command("serve", "serve a model in the foreground", "appliance.serve"),
+    Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
+)
 
 EPILOG = """\
 exit codes: 0 done, 1 failed, 2 usage, 3 inconclusive or timed out, 4 refused by preflight or policy, 5 busy

@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from appliance.log import die
+from appliance.log import ApplianceError
 from appliance.serve import engine_command
 
 QUESTIONS = ("What is the capital of France?", "Name three colours of the rainbow.")
 START_TIMEOUT_SECONDS = 180.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="a model of the store (pulled if it is not there yet)")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, default=64, help="at most this many tokens an answer")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             code = _stop(server)
     if code != 0:
-        die(f"the server ended with status {code}")
+        raise ApplianceError(f"the server ended with status {code}")
     print("server stopped cleanly")
     return 0
 
@@ -73,7 +73,7 @@ def _wait_ready(server: subprocess.Popen[bytes], port: int, log: IO[str]) -> Non
         time.sleep(0.1)
     log.seek(0)
     sys.stderr.write(log.read()[-4000:])
-    die("the server did not become ready", hint="its log is above")
+    raise ApplianceError("the server did not become ready", hint="its log is above")
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
@@ -81,7 +81,7 @@ def _post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPRespons
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
-        die(f"POST {path} answered {response.status}: {response.read(2000).decode(errors='replace')}")
+        raise ApplianceError(f"POST {path} answered {response.status}: {response.read(2000).decode(errors='replace')}")
     return response
 
 
@@ -107,7 +107,7 @@ def _chat(port: int, model: str, question: str, max_tokens: int) -> None:
     usage: dict[str, int] = {}
     for event in _events(_post(port, "/v1/chat/completions", body)):
         if "error" in event:
-            die(f"the stream ended with an error: {event['error']}")
+            raise ApplianceError(f"the stream ended with an error: {event['error']}")
         for choice in event["choices"]:
             text = choice["delta"].get("content") or ""
             if text:

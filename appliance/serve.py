@@ -7,10 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+from appliance.log import Progress
 from appliance.models import ModelStore
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="a model of the store, or a directory")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--host", default="127.0.0.1")
@@ -31,9 +32,9 @@ def engine_command(model: str, *, backend: str, host: str, port: int, extra: tup
     if os.sep in model or model in (".", ".."):
         directory, name = Path(model), Path(model).resolve().name
     else:
-        store = ModelStore()
-        if not store.has(model):
-            store.pull(model)
+        store = ModelStore(progress=Progress())
+        if model in store.catalogue:
+            store.pull(model)  # does nothing when it is there and complete
         directory, name = store.path(model), model
     return [
         sys.executable, "-m", "engine",
