@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on stderr, or native journald fields when stderr is the journal.
 
-Every record carries `event` (a short stable name to filter on) and, where there is one, `req_id`, the id that a request
-keeps through all layers. Prompts and outputs never come here unless the operator asked for them (ApiConfig.log_prompts).
+Every record carries `event` (a short stable name to filter on) and, where there is one, `req_id`, the id that a
+request keeps through all layers. Prompts and outputs never come here unless asked for (ApiConfig.log_prompts).
 journald protocol: systemd.io/JOURNAL_NATIVE_PROTOCOL.
 """
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -26,11 +27,13 @@ def build_app(
 ) -> web.Application:
     """The application. `make_detokenizer(tokenizer, skip_special_tokens=...)` and `make_stop_matcher(stops)` default to
     the engine's own."""
-    if make_detokenizer is None:
-        from engine.tokenizer import Detokenizer as make_detokenizer
-    if make_stop_matcher is None:
-        from engine.stop import StopMatcher as make_stop_matcher
-    service = Service(client, tokenizer, config, make_detokenizer=make_detokenizer, make_stop_matcher=make_stop_matcher)
+    service = Service(
+        client,
+        tokenizer,
+        config,
+        make_detokenizer=make_detokenizer or _engine_part("engine.tokenizer", "Detokenizer"),
+        make_stop_matcher=make_stop_matcher or _engine_part("engine.stop", "StopMatcher"),
+    )
     # The body cap is ours (body.py counts what is read); aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[outer], client_max_size=config.limits.max_body_bytes + 1)
     app[SERVICE] = service
@@ -41,6 +44,12 @@ def build_app(
     app.on_response_prepare.append(on_prepare)
     app.on_cleanup.append(_cleanup)
     return app
+
+
+def _engine_part(module: str, name: str) -> Callable[..., Any]:
+    """Imported late: tests of the API run without the tokenizer's compiled core."""
+    part: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return part
 
 
 async def _cleanup(app: web.Application) -> None:

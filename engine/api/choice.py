@@ -43,6 +43,7 @@ class Choice:
         "_text",
         "finish_reason",
         "index",
+        "kept",
         "last_token_at",
         "num_tokens",
         "stop_reason",
@@ -54,6 +55,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.last_token_at = 0.0  # CLOCK_MONOTONIC seconds
+        self.kept: list[str] | None = [] if service.config.log_prompts else None  # the whole text, for the log
         self._plan = plan
         self._detokenizer = service.make_detokenizer(service.tokenizer, skip_special_tokens=plan.skip_special_tokens)
         self._matcher = service.make_stop_matcher(plan.stops) if plan.stops else None
@@ -61,6 +63,10 @@ class Choice:
         self._offset = offset  # characters before the next token in the text of this choice
         self._delta = Delta()
         self._text: list[str] = []  # of the delta; joined once, since += on long texts is quadratic
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def dirty(self) -> bool:
@@ -81,16 +87,18 @@ class Choice:
 
     def _emit(self, text: str, *, front: bool = False) -> None:
         if text:
+            if self.kept is not None:
+                self.kept.append(text)
             self._text.insert(0 if front else len(self._text), text)
 
     def feed(self, message: Tokens) -> None:
         """Take the tokens of one message, and its finish reason. Nothing is taken after the choice has finished."""
-        if self.finish_reason is not None:
+        if self.done:
             return
         if self._step_by_step:
             for position, token in enumerate(message.token_ids):
                 self._feed_one(token, message.logprobs[position] if message.logprobs else None)
-                if self.finish_reason is not None:
+                if self.done:
                     return
         elif message.token_ids:
             self.num_tokens += len(message.token_ids)
@@ -124,7 +132,7 @@ class Choice:
     def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
         """The engine ended the choice: let go of what was held back."""
         self._match(self._detokenizer.flush())
-        if self.finish_reason is not None:
+        if self.done:
             return
         if self._matcher is not None:
             self._emit(self._matcher.flush())

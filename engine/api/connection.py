@@ -1,8 +1,8 @@
 """One client connection: what aiohttp leaves open towards slow, greedy or broken clients is closed here.
 
-Added to aiohttp's protocol: a cap on connections, a timeout for request headers (slowloris), a cut for readers that stall,
-detection of peers that vanished, and our error shape for malformed HTTP. A half-closed connection counts as closed: there
-is no way to tell it from a client that left, and pages must be freed for that one.
+Added to aiohttp's protocol: a cap on connections, a timeout for request headers (slowloris), a cut for readers that
+stall, detection of peers that vanished, and our error shape for malformed HTTP. A half-closed connection counts as
+closed: there is no way to tell it from a client that left, and pages must be freed for that one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.errors import ApiError
+from engine.api.service import CONTEXT
 from engine.log import log_event
 
 if TYPE_CHECKING:
-    from engine.api.service import Service
+    from engine.api.service import Context, Service
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ def raw_response(error: ApiError) -> bytes:
     return "\r\n".join(head).encode() + body
 
 
-class Connection(RequestHandler[Any] if TYPE_CHECKING else RequestHandler):
+class Connection(RequestHandler):
     """aiohttp's protocol with our guards."""
 
-    def __init__(self, manager: web.Server[Any], service: Service, **kwargs: Any) -> None:
+    def __init__(self, manager: web.Server, service: Service, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._service = service
         self._timeouts = service.config.timeouts
@@ -47,13 +48,13 @@ class Connection(RequestHandler[Any] if TYPE_CHECKING else RequestHandler):
         self._counted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        writable = cast(asyncio.Transport, transport)
         service = self._service
         if service.connections >= service.config.limits.max_connections:
             self._force_close = True
             error = ApiError(503, "too many open connections", code="connections", headers={"Retry-After": "1"})
-            transport.write(raw_response(error))  # type: ignore[attr-defined]
-            transport.close()
+            writable.write(raw_response(error))
+            writable.close()
             return
         service.connections += 1
         self._counted = True
@@ -91,11 +92,11 @@ class Connection(RequestHandler[Any] if TYPE_CHECKING else RequestHandler):
         if (
             self._messages
             and (self._buffer_paused or self._reading_paused)
-            and request is not None
-            and "run" in request
+            and (context := _context(request)) is not None
+            and context.run is not None
             and self.transport is not None
         ):
-            log_event(logger, logging.WARNING, "pipelining_refused", req_id=request.get("request_id"))
+            log_event(logger, logging.WARNING, "pipelining_refused", req_id=context.request_id)
             self.transport.abort()
 
     def _arm_header_timer(self) -> None:
@@ -129,13 +130,13 @@ class Connection(RequestHandler[Any] if TYPE_CHECKING else RequestHandler):
     def _stalled(self) -> None:
         """The peer took less than one write buffer in `stall` seconds: abort, which cancels its handler."""
         self._stall_timer = None
-        request = self._current_request
+        context = _context(self._current_request)
         log_event(
             logger,
             logging.WARNING,
             "slow_reader",
             f"client stopped reading for {self._timeouts.stall:g} s",
-            req_id=request.get("request_id") if request is not None else None,
+            req_id=context.request_id if context is not None else None,
         )
         if self.transport is not None:
             self.transport.abort()
@@ -170,6 +171,10 @@ class Connection(RequestHandler[Any] if TYPE_CHECKING else RequestHandler):
             resp = ApiError(resp.status, resp.text or resp.reason, code="http_error").response()
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
+
+
+def _context(request: web.BaseRequest | None) -> Context | None:
+    return request.get(CONTEXT) if request is not None else None
 
 
 def _detect_vanished(transport: asyncio.BaseTransport, seconds: float) -> None:

@@ -30,38 +30,49 @@ class Metrics:
 
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
-        make = {"registry": self.registry}
+        registry = self.registry
         self.ttft = Histogram(
             "appliance_time_to_first_token_seconds",
             "From the arrival of a request to its first token",
             buckets=_TTFT_BUCKETS,
-            **make,
+            registry=registry,
         )
         self.itl = Histogram(
             "appliance_inter_token_latency_seconds",
             "Between two tokens of one choice, as engine-api received them",
             buckets=_ITL_BUCKETS,
-            **make,
+            registry=registry,
         )
         self.latency = Histogram(
             "appliance_request_latency_seconds",
             "From the arrival of a request to the end of its answer",
             ["route"],
             buckets=_LATENCY_BUCKETS,
-            **make,
+            registry=registry,
         )
         self.prompt_length = Histogram(
-            "appliance_request_prompt_tokens", "Prompt tokens per prompt", buckets=_TOKEN_BUCKETS, **make
+            "appliance_request_prompt_tokens", "Prompt tokens per prompt", buckets=_TOKEN_BUCKETS, registry=registry
         )
         self.output_length = Histogram(
-            "appliance_request_generation_tokens", "Generated tokens per choice", buckets=_TOKEN_BUCKETS, **make
+            "appliance_request_generation_tokens",
+            "Generated tokens per choice",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
         )
-        self.prompt_tokens = Counter("appliance_prompt_tokens", "Prompt tokens accepted", **make)
-        self.generated_tokens = Counter("appliance_generation_tokens", "Tokens generated", **make)
-        self.cached_tokens = Counter("appliance_prompt_tokens_cached", "Prompt tokens from the prefix cache", **make)
-        self.finished = Counter("appliance_requests_finished", "Choices by finish reason", ["reason"], **make)
-        self.responses = Counter("appliance_http_responses", "HTTP responses", ["route", "method", "code"], **make)
-        self.stream_errors = Counter("appliance_stream_errors", "Streams that we ended with an error", **make)
+        self.prompt_tokens = Counter("appliance_prompt_tokens", "Prompt tokens accepted", registry=registry)
+        self.generated_tokens = Counter("appliance_generation_tokens", "Tokens generated", registry=registry)
+        self.cached_tokens = Counter(
+            "appliance_prompt_tokens_cached", "Prompt tokens from the prefix cache", registry=registry
+        )
+        self.finished = Counter(
+            "appliance_requests_finished", "Choices by finish reason", ["reason"], registry=registry
+        )
+        self.responses = Counter(
+            "appliance_http_responses", "HTTP responses", ["route", "method", "code"], registry=registry
+        )
+        self.stream_errors = Counter(
+            "appliance_stream_errors", "Streams that we ended with an error", registry=registry
+        )
         self.registry.register(_EngineCollector(client))
 
     def render(self) -> bytes:

@@ -16,7 +16,7 @@ from aiohttp import web
 from engine.api.auth import bearer
 from engine.api.errors import ApiError, bad_request, from_engine
 from engine.api.routes import ROUTES, Access, Route
-from engine.api.service import SERVICE
+from engine.api.service import CONTEXT, SERVICE, Context
 from engine.errors import EngineError
 from engine.log import log_event
 
@@ -35,11 +35,10 @@ _BY_PATH = {(route.method, route.path.replace(":.+", "")): route for route in RO
 async def outer(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Names the request, answers every error in the OpenAI shape, counts and logs the outcome."""
     service = request.app[SERVICE]
-    request["arrival"] = time.monotonic()
-    request["trusted"] = request["admin"] = False
     given = request.headers.get(ID_HEADER)
     valid = given is None or _ID.fullmatch(given) is not None
-    request["request_id"] = given if given is not None and valid else secrets.token_hex(12)
+    request_id = given if given is not None and valid else secrets.token_hex(12)
+    request[CONTEXT] = Context(request_id, time.monotonic())
     route = _route(request)
     probe = route is not None and route.probe
     service.active += not probe
@@ -57,34 +56,36 @@ async def _answer(service: Service, request: web.Request, handler: Handler, vali
         authorize(service, request)
         response = await handler(request)
     except ApiError as exc:
-        response = exc.response()
-        request["error"] = exc
+        response = _refused(request, exc)
     except EngineError as exc:
-        error = from_engine(exc)
-        response = error.response()
-        request["error"] = error
+        response = _refused(request, from_engine(exc))
     except web.HTTPException as exc:
-        response = _http_error(request, exc).response()
+        response = _refused(request, _http_error(request, exc))
     except (asyncio.CancelledError, ConnectionError):
         _account(service, request, 499)
         raise
     except Exception as exc:
-        log_event(logger, logging.ERROR, "unhandled", str(exc), req_id=request["request_id"], exc_info=True)
-        response = ApiError(
-            500, "internal error; the log has it under this request id", code="internal_error"
-        ).response()
+        log_event(logger, logging.ERROR, "unhandled", str(exc), req_id=request[CONTEXT].request_id, exc_info=True)
+        message = "internal error; the log has it under this request id"
+        response = _refused(request, ApiError(500, message, code="internal_error"))
     if not response.prepared:
-        response.headers[ID_HEADER] = request["request_id"]
+        response.headers[ID_HEADER] = request[CONTEXT].request_id
         if service.shutting_down:
             response.force_close()
     _account(service, request, response.status)
     return response
 
 
+def _refused(request: web.Request, error: ApiError) -> web.Response:
+    context = request[CONTEXT]
+    context.error_code, context.error_param = error.code, error.param
+    return error.response()
+
+
 async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
     """Streams send their headers before the middleware sees them."""
-    if "request_id" in request:
-        response.headers[ID_HEADER] = request["request_id"]
+    if CONTEXT in request:
+        response.headers[ID_HEADER] = request[CONTEXT].request_id
 
 
 def authorize(service: Service, request: web.Request) -> None:
@@ -95,16 +96,16 @@ def authorize(service: Service, request: web.Request) -> None:
     token = bearer(request.headers.get("Authorization"))
     admin = unix or (token is not None and service.admin_keys.match(token) is not None)
     label = service.keys.match(token) if token is not None else None
-    request["admin"] = admin
-    request["trusted"] = admin or label is not None or not service.keys.configured
-    request["key_label"] = label
+    request[CONTEXT].admin = admin
+    request[CONTEXT].trusted = admin or label is not None or not service.keys.configured
+    request[CONTEXT].key_label = label
     if access in (Access.OPEN, Access.PARTLY) or admin:
         return
     if access is Access.ADMIN:
         if token is None:
             raise _denied("this route needs an admin key or the Unix socket")
         raise ApiError(403, "this key is not an admin key", code="admin_only")
-    if not request["trusted"]:
+    if not request[CONTEXT].trusted:
         raise _denied("give a valid API key in 'Authorization: Bearer KEY'")
 
 
@@ -142,29 +143,29 @@ def _account(service: Service, request: web.Request, status: int) -> None:
     route = _route(request)
     path = route.path.replace(":.+", "") if route is not None else "unknown"
     method = request.method if request.method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS") else "other"
-    seconds = time.monotonic() - request["arrival"]
+    context = request[CONTEXT]
+    seconds = time.monotonic() - request[CONTEXT].arrival
     service.metrics.responses.labels(path, method, str(status)).inc()
-    run = request.get("run")
+    run = context.run
     if run is not None:
         service.metrics.latency.labels(path).observe(seconds)
     if route is not None and route.probe and status < 500:
         return
-    error = request.get("error")
     log_event(
         logger,
         logging.INFO if status < 500 else logging.WARNING,
         "http_request",
         f"{method} {path} {status}",
-        req_id=request["request_id"],
+        req_id=request[CONTEXT].request_id,
         method=method,
         route=path,
         status=status,
         seconds=round(seconds, 6),
-        key=request.get("key_label"),
+        key=context.key_label,
         prompt_tokens=run.prompt_tokens if run else None,
         completion_tokens=run.completion_tokens if run else None,
         seed=run.plan.params.seed if run else None,
         finish=[choice.finish_reason for prompt in run.prompts for choice in prompt.choices] if run else None,
-        error=error.code if error else request.get("stream_error"),
-        param=error.param if error else None,
+        error=context.error_code,
+        param=context.error_param,
     )

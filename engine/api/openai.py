@@ -15,7 +15,7 @@ from engine.api.prompts import as_messages, decode, encode, encode_chat, split_p
 from engine.api.run import Prompt, Run
 from engine.api.sampling import check_model, check_openai, fit, make_plan
 from engine.api.schema import ChatRequest, CompletionRequest
-from engine.api.service import SERVICE, Service
+from engine.api.service import CONTEXT, SERVICE, Service
 from engine.api.sse import INLINE_LOGPROBS, event, stream
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Answer:
         self.chat = kind == "chat.completion"
         self.kind = kind
         self.head = {
-            "id": f"{prefix}-{request['request_id']}",
+            "id": f"{prefix}-{request[CONTEXT].request_id}",
             "object": kind,
             "created": int(time.time()),
             "model": service.config.model,
@@ -174,8 +174,10 @@ class _Answer:
 def start_run(request: web.Request, plan: Plan, prompts: list[Prompt], *, stream: bool) -> Run:
     """The Run of this HTTP request; noted on it for the log line."""
     service = request.app[SERVICE]
-    run = Run(service, plan, prompts, request_id=request["request_id"], arrival=request["arrival"], stream=stream)
-    request["run"] = run
+    run = Run(
+        service, plan, prompts, request_id=request[CONTEXT].request_id, arrival=request[CONTEXT].arrival, stream=stream
+    )
+    request[CONTEXT].run = run
     return run
 
 

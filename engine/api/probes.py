@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine.api.errors import ApiError, unavailable
 from engine.api.openai import json_response
-from engine.api.service import SERVICE
+from engine.api.service import CONTEXT, SERVICE
 
 if TYPE_CHECKING:
     from engine.api.service import Service
@@ -40,7 +40,7 @@ async def health(request: web.Request) -> web.Response:
     problem = service.not_ready()
     status = "ready" if problem is None else problem[0]
     body: dict[str, Any] = {"status": status, "reason": problem[1] if problem else None}
-    if request["trusted"]:
+    if request[CONTEXT].trusted:
         body |= state(service)
     response = json_response(body)
     if problem is not None:
@@ -116,7 +116,7 @@ def memory() -> dict[str, int]:
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: Prometheus text; on a listener beyond loopback it is only on the admin (Unix) socket."""
     service = request.app[SERVICE]
-    if not service.metrics_public and not request["admin"]:
+    if not service.metrics_public and not request[CONTEXT].admin:
         raise ApiError(403, "/metrics is served on the admin socket only", code="admin_only")
     return web.Response(
         body=service.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine.api.errors import bad_request, from_engine
 from engine.api.sampling import token_id
@@ -46,7 +46,7 @@ def split_prompts(service: Service, prompt: str | list[str | int | list[int]]) -
         return [prompt]
     if not prompt:
         raise bad_request("`prompt` is empty", "prompt", "empty_prompt")
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise bad_request("`prompt` must hold only strings, only token ids or only lists of token ids", "prompt")
     if kinds == {int}:
@@ -54,10 +54,10 @@ def split_prompts(service: Service, prompt: str | list[str | int | list[int]]) -
     limit = service.config.limits.max_prompts
     if len(prompt) > limit:
         raise bad_request(f"`prompt` has {len(prompt)} prompts, the limit is {limit}", "prompt")
-    return [
-        item if isinstance(item, str) else check_ids(service, item, f"prompt[{index}]")
-        for index, item in enumerate(prompt)
-    ]  # type: ignore[arg-type]
+    out: list[str | list[int]] = []
+    for index, item in enumerate(prompt):
+        out.append(item if isinstance(item, str) else check_ids(service, cast("list[int]", item), f"prompt[{index}]"))
+    return out
 
 
 def check_ids(service: Service, ids: list[Any], param: str) -> list[int]:

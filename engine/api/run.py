@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(choice.done for choice in self.choices)
 
 
 class Run:
@@ -167,7 +167,7 @@ class Run:
         if message.cached_tokens:
             prompt.cached_tokens = message.cached_tokens
         choice = prompt.choices[message.index]
-        if choice.finish_reason is not None:
+        if choice.done:
             return
         if message.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.ABORT):
             self._ended_badly(message)
@@ -175,10 +175,10 @@ class Run:
         if message.token_ids:
             self._observe_tokens(choice, len(message.token_ids))
         choice.feed(message)
-        if choice.finish_reason is not None:
+        if choice.done:
             if message.finish_reason is None:
                 handle.abort(message.index)  # a stop string: the engine does not know yet
-            self.service.metrics.finished.labels(choice.finish_reason).inc()
+            self.service.metrics.finished.labels(str(choice.finish_reason)).inc()
         if choice.dirty and not prompt.waits_for_logprobs:
             self._dirty[choice.index] = choice
         if self._stream or prompt.done:
@@ -288,3 +288,17 @@ class Run:
                 metrics.output_length.observe(choice.num_tokens)
                 if choice.finish_reason is None and self.error is None:
                     metrics.finished.labels("disconnect").inc()
+        if self.service.config.log_prompts:
+            self._log_exchange()
+
+    def _log_exchange(self) -> None:
+        """Only when the operator asked for it: what was said."""
+        for prompt in self.prompts:
+            log_event(
+                logger,
+                logging.INFO,
+                "exchange",
+                req_id=self.request_id,
+                prompt=self.service.tokenizer.decode(prompt.ids, skip_special_tokens=False),
+                outputs=["".join(choice.kept or []) for choice in prompt.choices],
+            )

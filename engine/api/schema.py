@@ -61,7 +61,7 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # type: ignore[valid-type]
+    include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: None = None
 
 
@@ -101,7 +101,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     prompt_cache_key: str | None = None  # a routing hint; with one engine there is nothing to route
     service_tier: Literal["auto", "default"] | None = None
     metadata: None = None
-    use_beam_search: Literal[False] | None = None  # type: ignore[valid-type]
+    use_beam_search: Literal[False] | None = None
     length_penalty: None = None
     bad_words: None = None
     allowed_token_ids: None = None
@@ -158,7 +158,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
     response_format: TextFormat | None = None
     tool_choice: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None  # type: ignore[valid-type]
+    store: Literal[False] | None = None
     tools: None = None
     functions: None = None
     function_call: None = None

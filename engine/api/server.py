@@ -1,7 +1,7 @@
 """Listening and leaving: sockets, TLS, signals, and the drain of a graceful shutdown.
 
-Order of a shutdown (SIGTERM): /readyz 503 and new requests 503 + Retry-After while the listener stays open -> requests in
-flight finish within `timeouts.drain` (a second signal: `fast_drain`) -> what is left ends with a structured error ->
+Order of a shutdown (SIGTERM): /readyz 503 and new requests 503 + Retry-After while the listener stays open -> requests
+in flight finish within `timeouts.drain` (a second signal: `fast_drain`) -> what is left ends with a structured error ->
 connections close -> return, for exit code 0.
 """
 
@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 @contextlib.contextmanager
-def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event):  # type: ignore[no-untyped-def]
+def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
     """SIGTERM and SIGINT stop (the second one hurries), SIGHUP reloads the keys."""
     loop = asyncio.get_running_loop()
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiohttp import web
@@ -78,6 +79,20 @@ class Detokenizer(Protocol):
 class StopMatcher(Protocol):
     def push(self, text: str) -> tuple[str, str | None]: ...
     def flush(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What is known about one HTTP request while it is in work."""
+
+    request_id: str
+    arrival: float  # CLOCK_MONOTONIC seconds
+    trusted: bool = False  # may use the model: a key, no keys configured, or the Unix socket
+    admin: bool = False
+    key_label: str | None = None
+    run: Run | None = None
+    error_code: str | None = None  # for the log line
+    error_param: str | None = None
 
 
 class Service:
@@ -169,3 +184,4 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
+CONTEXT = web.RequestKey("context", Context)

@@ -15,7 +15,7 @@ from engine.api.prompts import as_messages, check_ids, decode, encode, encode_ch
 from engine.api.run import Prompt
 from engine.api.sampling import Plan, check_model, fit, make_plan
 from engine.api.schema import DetokenizeRequest, GenerateRequest, InferRequest, TokenizeRequest
-from engine.api.service import SERVICE
+from engine.api.service import CONTEXT, SERVICE
 
 _DETECT_CONTEXT = 8192  # bytes before the first bad one that are shown to the detector
 
@@ -59,8 +59,8 @@ async def _one_answer(
         choice = prompt.choices[0]
         answer = {
             name: choice.take().text,
-            "latency_ms": round(1000 * (time.monotonic() - request["arrival"]), 3),
-            "request_id": request["request_id"],
+            "latency_ms": round(1000 * (time.monotonic() - request[CONTEXT].arrival), 3),
+            "request_id": request[CONTEXT].request_id,
             "model": service.config.model,
             "system_fingerprint": service.fingerprint,
             "finish_reason": choice.finish_reason,

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.api.errors import ApiError
-from engine.api.service import SERVICE
+from engine.api.service import CONTEXT, SERVICE
 from engine.log import log_event
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ async def _render(
 async def _end_with_error(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
     service = request.app[SERVICE]
     service.metrics.stream_errors.inc()
-    request["stream_error"] = error.code
+    request[CONTEXT].error_code = error.code
     response.force_close()
     await response.write(event(error.body()))
     await response.write_eof()
