@@ -10,6 +10,7 @@ once (no fused multiply-add), so the weights are the same integers on every mach
 from __future__ import annotations
 
 import math
+
 import numpy as np
 import numpy.typing as npt
 
