@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -128,6 +129,28 @@ def test_fast_paths_equal_the_full_sort_at_a_real_vocabulary(kind):
 def test_any_row_and_any_parameters_equal_the_full_sort(values, temperature, top_p, top_k, min_p, seed):
     params = make_params(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     check_row(np.array(values, np.float32), params, 2)
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_ends_of_the_random_range_give_the_first_and_the_last_kept_token(options, monkeypatch):
+    """u = 0 must not choose a token of weight 0 before the first, u just below 1 none after the last."""
+    row = ROWS["some -inf"](np.random.default_rng(6), 2000).astype(np.float32)
+    row[[0, -1]] = -np.inf
+    params = make_params(**options)
+    drawn = {}
+    for bits in (0, 2**64 - 1):
+        for module in (engine.sampler, sys.modules[__name__]):
+            monkeypatch.setattr(module, "token_bits", lambda *_, bits=bits: bits)
+        check_row(row, params, 1)
+        drawn[bits] = sample(row[None, :], [SampleState(params, [], 2000, 0)])[0].token_id
+        assert np.isfinite(row[drawn[bits]])
+    assert drawn[0] <= drawn[2**64 - 1]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e308])
+def test_a_nucleus_at_an_absurd_temperature(temperature):
+    row = ROWS["some -inf"](np.random.default_rng(7), 2000).astype(np.float32)
+    check_row(row, make_params(temperature=temperature, top_p=0.4), 4)
 
 
 def test_a_wrong_histogram_only_costs_time(monkeypatch):

@@ -10,7 +10,7 @@ from sampler_oracle import chi_square_p, draw_many, make_params, processed_logit
 
 from engine.sampler import SampleState, sample
 
-DRAWS = 50_000 if os.environ.get("APPLIANCE_FULL") == "1" else 3_000
+DRAWS = 50_000 if os.environ.get("APPLIANCE_FULL") == "1" else 2_000
 ROW = np.random.default_rng(5).normal(0, 2, 60).astype(np.float32)
 
 OPTIONS = [

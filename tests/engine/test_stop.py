@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.stop import StopMatcher
+from engine.stop import MAX_STOP_CHARACTERS, StopMatcher
 
 
 def first_occurrence(text: str, stops: list[str]) -> tuple[int, int] | None:
@@ -129,6 +129,13 @@ def test_no_stops_pass_everything():
 def test_empty_stop_is_refused():
     with pytest.raises(ValueError, match="must not be empty"):
         StopMatcher(["a", ""])
+
+
+def test_size_of_the_automaton_is_bounded():
+    longest = "a" * (MAX_STOP_CHARACTERS - 1)
+    assert StopMatcher([longest, "b"]).push(longest) == ("", longest)
+    with pytest.raises(ValueError, match="must not be longer"):
+        StopMatcher([longest, "bb"])
 
 
 def test_work_is_linear_for_a_text_that_almost_matches():
