@@ -2,7 +2,7 @@
 
 `make_tiny(name, directory)` writes config.json and model.safetensors in Hugging Face's layout. Every value comes from
 PCG64's raw integers by exact arithmetic (no numpy distribution, whose streams may change between numpy versions), so
-the files have the same bytes on every machine; its SHA-256 is in the golden .npz and `Golden.check_weights` compares it.
+the files have the same bytes on every machine; their SHA-256 is in the golden .npz, for `Golden.check_weights`.
 """
 
 from __future__ import annotations
@@ -201,10 +201,11 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
     "rope_yarn_mscale": TinyModel(
-        _config("mistral", head_dim=32, sliding_window=None,
-                rope_scaling={**_YARN, "mscale": 2.0, "mscale_all_dim": 0.5}),
+        _config(
+            "mistral", head_dim=32, sliding_window=None, rope_scaling={**_YARN, "mscale": 2.0, "mscale_all_dim": 0.5}
+        ),
         alternatives={"mscale ignored": {"rope_scaling": _YARN}},
-    ),  # fmt: skip
+    ),
     # Qwen2.5's own long-context recipe, in its own spelling.
     "qwen2_yarn": TinyModel(
         _config(
