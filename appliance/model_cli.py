@@ -45,8 +45,10 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     add.add_argument("directory", type=Path, metavar="DIR", help="holds config.json, *.safetensors, tokenizer.json")
     add.add_argument("--name", metavar="NAME", help="default: the directory's name in lower case")
     how = add.add_mutually_exclusive_group()
-    how.add_argument("--copy", dest="link", action="store_false", help="copy the files (default)")
-    how.add_argument("--link", dest="link", action="store_true", help="link to the files where they are")
+    how.add_argument("--copy", dest="link", action="store_false", default=False, help="copy the files (default)")
+    how.add_argument(
+        "--link", action="store_true", default=False, help="link to the directory, which must stay as it is"
+    )
     add.add_argument("--replace", action="store_true", help="replace a model of the same name, in one step")
     verb("list", "show the models of the store")
     verify = verb("verify", "recompute the digests; reports every bad, missing or extra file")
