@@ -182,7 +182,9 @@ def _read_vocab(model: dict[str, Any]) -> dict[str, int]:
     for text, token_id in vocab.items():
         expect(token_id, int, f"model.vocab[{text[:40]!r}]")
         if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise TokenizerError(f"tokenizer.json: model.vocab[{text[:40]!r}] = {token_id} is outside 0..{MAX_TOKEN_ID}")
+            raise TokenizerError(
+                f"tokenizer.json: model.vocab[{text[:40]!r}] = {token_id} is outside 0..{MAX_TOKEN_ID}"
+            )
     return dict(vocab)
 
 

@@ -133,6 +133,7 @@ def test_dynamic_rope_past_its_limit_depends_on_the_position_alone(tmp_path: Pat
 @pytest.fixture(scope="module")
 def smollm2_directory() -> Path:
     from appliance.errors import ApplianceError
+
     from appliance.models import ModelStore
 
     store = ModelStore()

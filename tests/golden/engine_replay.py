@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from engine.config import ModelConfig
 from engine.loader import load_weights
 from engine.runner import ModelRunner
 from engine.scheduler import KVCache, Scheduler, SchedulerConfig, Sequence
-
 from engine.types import PAGE_TOKENS, Float32Array, StepBatch
 
 if TYPE_CHECKING:
