@@ -20,12 +20,14 @@ import pytest
 from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
 
+POISON = 7  # a token whose embedding is NaN
+
 pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=7)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=POISON)
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ async def server(model_dir: Path) -> AsyncIterator[Server]:
 
 
 async def complete(session: aiohttp.ClientSession, server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
-    body = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0, **fields}
+    ban = {"logit_bias": {str(POISON): -100}}  # the model must not choose the poisoned token itself
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0, **ban, **fields}
     async with session.post(server.url + "/v1/completions", json=body) as response:
         return response.status, await response.json()
 
@@ -57,7 +60,8 @@ async def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 async def test_core_killed_in_mid_stream_is_an_honest_error_and_a_failed_process(server: Server) -> None:
     """kill -9 of engine-core: the stream ends with an error event, no silent end, no [DONE]; exit status not 0."""
-    body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1}
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1,
+            "logit_bias": {str(POISON): -100}}  # fmt: skip
     text = b""
     async with aiohttp.ClientSession() as session:
         async with session.post(server.url + "/v1/completions", json=body) as response:
@@ -100,7 +104,7 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         alone = await complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True)
         neighbour, poisoned, other = await asyncio.gather(
             complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True),
-            complete(session, server, prompt=[1, 2, 7, 3]),
+            complete(session, server, prompt=[1, 2, POISON, 3]),
             complete(session, server, prompt="xyz", max_tokens=40, ignore_eos=True),
         )
         assert poisoned[0] == 500
