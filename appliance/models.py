@@ -163,10 +163,7 @@ class ModelStore:
     def _unknown(self, name: str) -> StoreError:
         if name in self.catalogue:
             return StoreError(f"the model {name!r} is not in {self.root}", hint=f"get it: appliance model pull {name}")
-        names = ", ".join(info.name for info in self.list()) or "none"
-        return StoreError(
-            f"there is no model {name!r} in {self.root}", hint=f"there: {names}; see `appliance model list`"
-        )
+        return StoreError(f"there is no model {name!r} in {self.root}", hint="see `appliance model list`")
 
     def _load(self, name: str) -> Manifest:
         directory = self._directory(name)
