@@ -158,6 +158,12 @@ class ModelRunner:
             raise ValueError("logits_rows must be int32 (num_logits,)")
         if len(rows) and (rows.min() < 0 or rows.max() >= num_tokens):
             raise IndexError(f"logits_rows must lie in 0..{num_tokens - 1}")
+        if len(batch.positions) != num_tokens:
+            raise ValueError(f"positions has size {len(batch.positions)}; there are {num_tokens} token ids")
+        ops.check_tokens(
+            self._pool[0, 0], self._pool[0, 1], batch.positions, batch.seq_index, batch.block_tables,
+            window=self.config.sliding_window, max_position=self.max_model_len,
+        )  # fmt: skip
         return num_tokens
 
     def _layer(self, index: int) -> _Layer:
@@ -239,6 +245,4 @@ class _Workspace:
         views = {name: buffer[:num_tokens] for name, buffer in self._buffers.items()}
         heads = (num_tokens, *self._heads)
         attn_flat = views["attn"]
-        return _Rows(
-            **{**views, "q": views["q"].reshape(heads), "attn": attn_flat.reshape(heads)}, attn_flat=attn_flat
-        )
+        return _Rows(**{**views, "q": views["q"].reshape(heads), "attn": attn_flat.reshape(heads)}, attn_flat=attn_flat)

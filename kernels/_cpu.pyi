@@ -8,9 +8,7 @@ import numpy.typing as npt
 _F32 = npt.NDArray[np.float32]
 _I32 = npt.NDArray[np.int32]
 
-def rmsnorm(
-    out: _F32, x: _F32, weight: _F32, residual: _F32 | None, eps: float, num_threads: int, /
-) -> None: ...
+def rmsnorm(out: _F32, x: _F32, weight: _F32, residual: _F32 | None, eps: float, num_threads: int, /) -> None: ...
 def add(x: _F32, residual: _F32, num_threads: int, /) -> None: ...
 def matmul(out: _F32, x: _F32, w: npt.NDArray[Any], num_threads: int, /) -> None: ...
 def swiglu(out: _F32, gate_up: _F32, num_threads: int, /) -> None: ...
@@ -44,6 +42,16 @@ def paged_attention(
     window: int,
     scale: float,
     num_threads: int,
+    /,
+) -> None: ...
+def check_tokens(
+    k_pages: _F32,
+    v_pages: _F32,
+    positions: _I32,
+    seq_index: _I32,
+    block_tables: _I32,
+    window: int,
+    max_position: int,
     /,
 ) -> None: ...
 def isa() -> str: ...

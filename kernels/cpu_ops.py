@@ -112,3 +112,18 @@ def paged_attention(
     _cpu.paged_attention(
         out, q, k_pages, v_pages, positions, seq_index, block_tables, window or 0, scale, num_threads
     )  # fmt: skip
+
+
+def check_tokens(
+    k_pages: F32,
+    v_pages: F32,
+    positions: I32,
+    seq_index: I32,
+    block_tables: I32,
+    *,
+    window: int | None,
+    max_position: int,
+) -> None:
+    """What qkv_rope_append and paged_attention check of a batch (IndexError, ValueError, TypeError), for a whole step
+    before its first layer writes. Positions must be below `max_position`."""
+    _cpu.check_tokens(k_pages, v_pages, positions, seq_index, block_tables, window or 0, max_position)

@@ -37,7 +37,11 @@ def main() -> None:
     arrays: dict[str, np.ndarray] = {}
     for name, (head_dim, rope) in CASES.items():
         config = transformers.LlamaConfig(
-            hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, max_position_embeddings=2048, rope_parameters=rope
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=2048,
+            rope_parameters=rope,
         )
         module = LlamaRotaryEmbedding(config)
         rows = [module(torch.zeros(1, 1, head_dim), torch.tensor([[p]])) for p in POSITIONS]

@@ -164,7 +164,11 @@ def test_a_token_outside_the_tables_is_refused(op, field, value, text):
 
 @pytest.mark.parametrize("op", ["attention", "append"])
 def test_pools_and_heads_that_do_not_fit_are_refused(op):
-    for heads, kv_heads, head_dim, text in ((5, 2, 64, "not a multiple"), (2, 1, 258, "even size"), (2, 1, 5, "even size")):
+    for heads, kv_heads, head_dim, text in (
+        (5, 2, 64, "not a multiple"),
+        (2, 1, 258, "even size"),
+        (2, 1, 5, "even size"),
+    ):
         case = Case(8, [(0, 3)], heads, kv_heads, head_dim)
         with pytest.raises(ValueError, match=text):
             kv_call(op, case)

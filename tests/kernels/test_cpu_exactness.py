@@ -87,7 +87,16 @@ def test_both_instruction_sets_give_the_same_bits():
         ops.swiglu(gated, np.ascontiguousarray(x[:, :164]) * 20)
         ops.exp(e, np.linspace(-110, 95, 5000, dtype=np.float32))
         bits = (w.view(np.uint32) >> 16).astype(np.uint16)
-        return [normed, gated, e, matmul(x, w, 1), matmul(x[:1], w, 1), matmul(x, bits, 1), case.run(), case.run(window=50)]
+        return [
+            normed,
+            gated,
+            e,
+            matmul(x, w, 1),
+            matmul(x[:1], w, 1),
+            matmul(x, bits, 1),
+            case.run(),
+            case.run(window=50),
+        ]
 
     fast = everything()
     _cpu.set_isa("generic")

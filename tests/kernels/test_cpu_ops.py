@@ -121,7 +121,9 @@ def test_rmsnorm_of_a_row_with_nan_leaves_the_others():
     assert (out[7] == 0).all()
 
 
-@given(rows=st.integers(1, 67), width=st.integers(1, 70), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 67), width=st.integers(1, 70), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=st.integers(0, 99)
+)
 @settings(max_examples=50, deadline=None)
 def test_swiglu(rows, width, scale, seed):
     gate_up = normal(seed, rows, 2 * width) * np.float32(scale)
