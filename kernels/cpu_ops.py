@@ -40,7 +40,7 @@ def add(x: F32, residual: F32, *, num_threads: int = 1) -> None:
 
 
 def matmul(out: F32, x: F32, w: npt.NDArray[Any], *, num_threads: int = 1) -> None:
-    """out (T, N) = x (T, K) @ w.T with w (N, K) float32, or uint16 with bf16 bits (widened exactly, fp32 arithmetic)."""
+    """out (T, N) = x (T, K) @ w.T with w (N, K) float32, or uint16 bf16 bits (widened exactly, fp32 arithmetic)."""
     _cpu.matmul(out, x, w, num_threads)
 
 

@@ -1,5 +1,5 @@
-"""Part 8 of the engine's promise: a request's logits have the same bits whatever else is in the batch, however its prompt
-is cut, wherever its pages lie, with one thread or two, in prefill and in decode."""
+"""Exactness: a request's logits have the same bits whatever else is in the batch, however its prompt is cut, wherever
+its pages lie, with one thread or two, in prefill and in decode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The CPU ops against kernels/reference.py in float64, with error bounds from the order of the sums.
 
-u = 2^-24. A canonical sum of n products is a chain of n/8 fused multiply-adds per lane and three additions, so its error
-is at most (n/8 + 4) u sum|a_i b_i| (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+u = 2^-24. A canonical sum of n products is a chain of n/8 fused multiply-adds per lane and three additions: its error is
+at most (n/8 + 4) u sum|a_i b_i| (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 """
 
 from __future__ import annotations
