@@ -1,8 +1,8 @@
 """ModelRunner: the forward pass of one model on the CPU, over the paged KV pool.
 
-One layer is eight ops (kernels/cpu_ops.py), each of which computes an output row from its own input row in one fixed
-order; attention reads only the row's own sequence. Hence exactness: a token's logits have the same bits whatever else is
-in the batch, however the prompt is cut into chunks, and with any number of threads.
+One layer is nine ops (kernels/cpu_ops.py), each of which computes an output row from its own input row in one fixed
+order; attention reads only the row's own sequence. Hence exactness: a token's logits have the same bits whatever else
+is in the batch, however the prompt is cut into chunks, and with any number of threads.
 
 The CUDA backend implements the same `Runner`.
 """
@@ -62,8 +62,8 @@ def kv_bytes_per_page(config: ModelConfig) -> int:
 class ModelRunner:
     """The CPU `Runner`. All memory is reserved here; a step allocates only the logits it returns.
 
-    num_pages: size of the KV pool. max_batch_tokens: most tokens of one batch. max_model_len: positions 0..that-1 can be
-    used (default config.max_position). Raises ConfigError if the weights do not fit the config.
+    num_pages: size of the KV pool. max_batch_tokens: most tokens of one batch. max_model_len: positions 0..that-1 can
+    be used (default config.max_position). Raises ConfigError if the weights do not fit the config.
     Not thread-safe: one forward at a time.
     """
 
@@ -93,7 +93,7 @@ class ModelRunner:
         self._cos, self._sin = rope_table(config.rope, config.head_dim, self.max_model_len)
         # numpy asks for zero pages, so memory is taken when a page is first written, not here.
         pool_shape = (config.num_layers, 2, num_pages, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
-        self._pool = np.zeros(pool_shape, np.float32)
+        self._pool: Float32Array = np.zeros(pool_shape, np.float32)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._workspace = _Workspace(config, max_batch_tokens)
 
@@ -158,6 +158,12 @@ class ModelRunner:
             raise ValueError("logits_rows must be int32 (num_logits,)")
         if len(rows) and (rows.min() < 0 or rows.max() >= num_tokens):
             raise IndexError(f"logits_rows must lie in 0..{num_tokens - 1}")
+        if len(batch.positions) != num_tokens:
+            raise ValueError(f"positions has size {len(batch.positions)}; there are {num_tokens} token ids")
+        ops.check_tokens(
+            self._pool[0, 0], self._pool[0, 1], batch.positions, batch.seq_index, batch.block_tables,
+            window=self.config.sliding_window, max_position=self.max_model_len,
+        )  # fmt: skip
         return num_tokens
 
     def _layer(self, index: int) -> _Layer:

@@ -1,8 +1,8 @@
 """Every op in plain numpy: the oracle of the CPU ops (kernels/cpu/) and of the CUDA kernels.
 
-`dtype` chooses the precision of the arithmetic: np.float32, or np.float64 for error bounds. Inputs are float32, or uint16
-bf16 bits for matrices. Results have that dtype. Nothing here is fast, and the order of sums is numpy's, so a kernel is
-compared with a tolerance; `ordered_dot` states the CPU backend's order exactly.
+`dtype` chooses the precision of the arithmetic: np.float32, or np.float64 for error bounds. Inputs are float32, or
+uint16 bf16 bits for matrices. Results have that dtype. Nothing here is fast, and the order of sums is numpy's, so a
+kernel is compared with a tolerance; `ordered_dot` states the CPU backend's order exactly.
 
 Sizes: T tokens, H hidden, Hq/Hkv query and KV heads, D head_dim, P pages, N/K matrix sides.
 """
@@ -30,12 +30,14 @@ def rmsnorm(x: Array, weight: Array, eps: float, dtype: Any = np.float32) -> Arr
     """x (T, H) / sqrt(mean(x^2) + eps) * weight (H,). Zhang and Sennrich 2019, arXiv 1910.07467."""
     x = x.astype(dtype)
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + dtype(eps)) * weight.astype(dtype)
+    normed: Array = x / np.sqrt(mean_square + dtype(eps)) * weight.astype(dtype)
+    return normed
 
 
 def matmul(x: Array, w: Array, dtype: Any = np.float32) -> Array:
     """x (T, K) @ w (N, K)^T."""
-    return x.astype(dtype) @ widen(w).astype(dtype).T
+    product: Array = x.astype(dtype) @ widen(w).astype(dtype).T
+    return product
 
 
 def ordered_dot(x: Array, w: Array) -> np.float32:
@@ -67,7 +69,8 @@ def swiglu(gate_up: Array, dtype: Any = np.float32) -> Array:
     """silu(gate) * up of gate_up (T, 2 I) = [gate, up], silu(g) = g / (1 + e^-g). Shazeer 2020, arXiv 2002.05202."""
     gate, up = np.split(gate_up.astype(dtype), 2, axis=-1)
     with np.errstate(over="ignore"):  # e^-g = inf gives -0, the right limit
-        return gate / (1 + np.exp(-gate)) * up
+        gated: Array = gate / (1 + np.exp(-gate)) * up
+    return gated
 
 
 def embed(table: Array, ids: Array, dtype: Any = np.float32) -> Array:

@@ -317,6 +317,24 @@ static PyObject *py_attention(PyObject *self, PyObject *const *args, Py_ssize_t 
     return finish(&a, rc);
 }
 
+/* check_tokens(k_pages, v_pages, positions, seq_index, block_tables, window, max_position): the checks of the two ops above
+ * for a whole step, before its first layer writes anything */
+static PyObject *py_check(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    struct arrays a = {.op = "check_tokens"};
+    ARGS(7);
+    struct kv_args kv = {0};
+    if (take_kv(&a, args, &kv, 1)) return fail(&a);
+    int64_t window = PyLong_AsLongLong(args[5]);
+    if (window == -1 && PyErr_Occurred()) return fail(&a);
+    int64_t max_position = PyLong_AsLongLong(args[6]);
+    if (max_position == -1 && PyErr_Occurred()) return fail(&a);
+    for (int64_t t = 0; t < kv.tokens; t++)
+        if (check_token(&a, &kv, t, max_position) ||
+            check_pages(&a, &kv, t, first_visible(kv.positions[t], window > 0 ? window : 0), kv.positions[t]))
+            return fail(&a);
+    return finish(&a, 0);
+}
+
 static PyObject *py_isa(PyObject *self, PyObject *none) { return PyUnicode_FromString(isa->name); }
 
 static PyObject *py_set_isa(PyObject *self, PyObject *name) {
@@ -343,6 +361,7 @@ static PyMethodDef methods[] = {
     FAST("exp", py_exp),
     FAST("qkv_rope_append", py_qkv),
     FAST("paged_attention", py_attention),
+    FAST("check_tokens", py_check),
     {"isa", py_isa, METH_NOARGS, "Name of the instruction set in use."},
     {"set_isa", py_set_isa, METH_O, "Choose 'avx2' or 'generic' (tests; the bits are the same)."},
     {"shutdown", py_shutdown, METH_NOARGS, "Join the threads and free scratch memory; the next op starts afresh."},

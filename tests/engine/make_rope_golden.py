@@ -1,6 +1,6 @@
 """Writes rope_golden.npz: cos and sin of transformers' LlamaRotaryEmbedding for every kind of rope scaling.
 
-Run by hand where torch and transformers are installed: `python tests/engine/make_rope_golden.py`. Versions are kept inside.
+Run by hand where torch and transformers are installed: `python tests/engine/make_rope_golden.py`. Versions are inside.
 Per case: cos and sin (positions, head_dim / 2) at POSITIONS, one position per call and ascending, as when decoding.
 """
 

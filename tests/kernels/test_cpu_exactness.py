@@ -1,4 +1,4 @@
-"""The same row gives the same bits whatever else is in the batch, on any number of threads and either instruction set."""
+"""A row gives the same bits whatever else is in the batch, on any number of threads and either instruction set."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The CPU ops against kernels/reference.py in float64, with error bounds from the order of the sums.
 
-u = 2^-24. A canonical sum of n products is a chain of n/8 fused multiply-adds per lane and three additions, so its error
+u = 2^-24. A canonical sum of n products is a chain of n/8 fused multiply-adds per lane and three additions: its error
 is at most (n/8 + 4) u sum|a_i b_i| (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 """
 
@@ -40,10 +40,8 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
 
 
 def unaligned(x: np.ndarray) -> np.ndarray:
-    """The same values 4 bytes past a 32-byte border, with nothing readable meant behind them."""
-    raw = np.empty(x.size + 16, x.dtype)
-    start = (-(raw.ctypes.data // x.itemsize)) % (32 // x.itemsize) + 1
-    view = raw[start : start + x.size].reshape(x.shape)
+    """The same values 4 bytes past an allocation's start and up to its very end (a sanitizer sees a read past it)."""
+    view = np.empty(x.nbytes + 4, np.uint8)[4:].view(x.dtype).reshape(x.shape)
     view[...] = x
     return view
 
