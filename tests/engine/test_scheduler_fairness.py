@@ -95,7 +95,7 @@ def test_a_long_prompt_moves_under_a_flood_of_short_ones() -> None:
     load.fill(0)
     long = load.add(4000)
     tokens = 0
-    while not long.finished:
+    while not long.finished and tokens < 40_000:
         assert 3.9 * tokens / 20 <= long.num_scheduled_tokens + 4 * PAGE_TOKENS
         tokens += sum(load.step((0,)))
     assert tokens <= 4000 * 5 + 8 * PAGE_TOKENS
@@ -133,12 +133,13 @@ def test_who_does_not_fit_is_overtaken_a_bounded_number_of_times(max_overtakes: 
     later = [
         i for i in world.admissions[: world.admissions.index(long.seq_id)] if world.sequences[i].order > long.order
     ]
-    earlier_waiting = 20  # was in the queue before it: no overtake
     assert len(later) <= max_overtakes
-    assert len(world.admissions) > earlier_waiting
-    while not long.finished:
+    for _ in range(3000):
+        if long.finished:
+            break
         flood()
         world.step()
+    assert long.finished
 
 
 def test_a_refused_head_that_leaves_does_not_hold_the_others() -> None:
