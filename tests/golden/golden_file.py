@@ -1,8 +1,8 @@
 """Reading and writing of the golden .npz files: logits of Hugging Face transformers, stored so that they stay small.
 
-Of each prompt, at every position: the logits of 48 or 64 fixed random vocabulary columns, max|logit| over the whole
-row, and (SmolLM2) the 32 best ids and their logits; at a few positions the whole row. A logit is one dot product of
-the final hidden state, so an error in that state shows in any such sample of columns.
+Of each prompt, at every position: the logits of some fixed random vocabulary columns (48; SmolLM2 64; a very long
+prompt 8), max|logit| over the whole row, and (SmolLM2) the 32 best ids and their logits; at a few positions the whole
+row. A logit is one dot product of the final hidden state, so an error in that state shows in any sample of columns.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from golden_file import HERE, Golden, GoldenPrompt, random_columns, relative_error, script_sha256
 from tiny_models import TINY_MODELS, VOCAB, make_tiny, prompt_ids
 
-COLUMNS = 48
-FULL_EVERY = 32
 STABLE, SENSITIVE = 1e-5, 1e-2
 
 
@@ -59,24 +57,25 @@ def whole(model: Any, ids: list[int]) -> np.ndarray:
 
 
 @torch.inference_mode()
-def stepwise(model: Any, ids: list[int]) -> np.ndarray:
+def stepwise(model: Any, ids: list[int], size: int = 1) -> np.ndarray:
+    """`size` tokens at a time, with transformers' cache."""
     cache = transformers.DynamicCache(config=model.config)
-    rows = [model(torch.tensor([[token]]), cache=cache, use_cache=True).logits[0, -1] for token in ids]
-    return torch.stack(rows).numpy()
+    pieces = [torch.tensor([ids[start : start + size]]) for start in range(0, len(ids), size)]
+    return torch.cat([model(piece, cache=cache, use_cache=True).logits[0] for piece in pieces]).numpy()
 
 
 def make(name: str, directory: Path) -> Golden:
     spec = TINY_MODELS[name]
     sha256 = make_tiny(name, directory)
     limit = spec.config["max_position_embeddings"] if name == "rope_dynamic" else None
-    columns = random_columns(name, VOCAB, COLUMNS)
+    columns = random_columns(name, VOCAB, spec.columns)
     golden = Golden({}, columns)
     sdpa_gap = stepwise_gap = 0.0
     for length in spec.prompt_lengths:
         ids = prompt_ids(name, length)
-        full = sorted({*range(0, length, FULL_EVERY), length - 1})
+        full = sorted({*range(0, length, spec.full_every), length - 1})
         logits = whole(load(directory, "eager"), ids)
-        steps = stepwise(load(directory, "eager"), ids)
+        steps = stepwise(load(directory, "eager"), ids, 1 if length < 1000 else 500)
         sdpa_gap = max(sdpa_gap, relative_error(whole(load(directory, "sdpa"), ids), logits))
         golden.prompts.append(GoldenPrompt.from_logits(ids, logits, columns, full, 0))
         if limit is None or length <= limit:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 VOCAB = 320
+LONG = "llama31_long"
 PROMPT_LENGTHS = (5, 131, 300)  # one inside a page, one just past a 128-token page, one over three pages
 
 
@@ -29,6 +30,8 @@ class TinyModel:
     storage: str = "F32"  # dtype in the checkpoint: F32, F16 or BF16
     shards: int = 1
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
+    columns: int = 48  # vocabulary columns kept at every position
+    full_every: int = 32  # every so many positions the whole row is kept
     alternatives: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -218,6 +221,22 @@ TINY_MODELS: dict[str, TinyModel] = {
             sliding_window=64,
             max_window_layers=3,
         ),
+        alternatives={"scaling ignored": _NO_SCALING},
+    ),
+    # Llama-3.1's real rope numbers at positions in the thousands, where the float32 rounding of angles begins to show.
+    LONG: TinyModel(
+        _config(
+            "llama",
+            head_dim=64,
+            num_hidden_layers=2,
+            rope_theta=500000.0,
+            rope_scaling={**_LLAMA3, "original_max_position_embeddings": 8192},
+            max_position_embeddings=131072,
+            tie_word_embeddings=True,
+        ),
+        prompt_lengths=(4200,),
+        columns=8,
+        full_every=512,
         alternatives={"scaling ignored": _NO_SCALING},
     ),
 }
