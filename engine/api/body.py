@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engine.api.errors import ApiError, bad_request, too_large
 from engine.api.schema import UNSUPPORTED, Request
-from engine.api.service import SERVICE
+from engine.api.service import CONTEXT, SERVICE
 
 T = TypeVar("T", bound=Request)
 
@@ -36,6 +36,7 @@ async def read_body(request: web.Request, max_bytes: int | None = None) -> bytes
     try:
         async with asyncio.timeout(service.config.timeouts.body):
             async for chunk in request.content.iter_any():
+                service.reserve(request[CONTEXT], len(chunk))
                 body += chunk
                 if len(body) > limit:
                     raise too_large(f"the body is over the limit of {limit} bytes", code="body_too_large")
@@ -74,8 +75,7 @@ async def read_json(request: web.Request, kind: type[T]) -> T:
     raw = await read_body(request)
     if len(raw) <= _INLINE_BYTES:
         return parse(raw, kind, service.config.limits.max_json_depth)
-    with service.buffered(len(raw)):
-        return await service.offload(parse, raw, kind, service.config.limits.max_json_depth)
+    return await service.offload(parse, raw, kind, service.config.limits.max_json_depth)
 
 
 def parse(raw: bytes, kind: type[T], max_depth: int) -> T:

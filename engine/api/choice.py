@@ -64,8 +64,8 @@ class Choice:
         self._delta = Delta()
         self._text: list[str] = []  # of the delta; joined once, since += on long texts is quadratic
 
-    @property
     def done(self) -> bool:
+        """It has a finish reason; whatever still comes for it is ignored."""
         return self.finish_reason is not None
 
     @property
@@ -93,12 +93,12 @@ class Choice:
 
     def feed(self, message: Tokens) -> None:
         """Take the tokens of one message, and its finish reason. Nothing is taken after the choice has finished."""
-        if self.done:
+        if self.done():
             return
         if self._step_by_step:
             for position, token in enumerate(message.token_ids):
                 self._feed_one(token, message.logprobs[position] if message.logprobs else None)
-                if self.done:
+                if self.done():
                     return
         elif message.token_ids:
             self.num_tokens += len(message.token_ids)
@@ -132,7 +132,7 @@ class Choice:
     def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
         """The engine ended the choice: let go of what was held back."""
         self._match(self._detokenizer.flush())
-        if self.done:
+        if self.done():
             return
         if self._matcher is not None:
             self._emit(self._matcher.flush())

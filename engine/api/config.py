@@ -16,7 +16,7 @@ class Limits:
     """Caps on what one client can make the endpoint do. Every one answers with 400 or 413 and names its number."""
 
     max_body_bytes: int = 4 << 20  # counted on the bytes read, whatever Content-Length says
-    max_buffered_bytes: int = 256 << 20  # bodies of all requests that are still being parsed or tokenized; then 429
+    max_buffered_bytes: int = 64 << 20  # bodies of all requests that are still being parsed or tokenized; then 429
     max_json_depth: int = 32
     max_prompts: int = 64
     max_n: int = 16

@@ -46,6 +46,7 @@ async def outer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await _answer(service, request, handler, valid)
     finally:
         service.active -= not probe
+        service.release(request[CONTEXT])
 
 
 async def _answer(service: Service, request: web.Request, handler: Handler, valid: bool) -> web.StreamResponse:

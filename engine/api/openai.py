@@ -178,6 +178,7 @@ def start_run(request: web.Request, plan: Plan, prompts: list[Prompt], *, stream
         service, plan, prompts, request_id=request[CONTEXT].request_id, arrival=request[CONTEXT].arrival, stream=stream
     )
     request[CONTEXT].run = run
+    service.release(request[CONTEXT])
     return run
 
 

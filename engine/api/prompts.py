@@ -22,10 +22,7 @@ async def encode(service: Service, text: str, *, add_special_tokens: bool, param
         if len(text) <= service.config.inline_encode_chars:
             ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            with service.buffered(4 * len(text)):
-                ids = await service.offload(
-                    lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-                )
+            ids = await service.offload(lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except TextError as exc:
         raise from_engine(exc, param) from exc
     if not ids:

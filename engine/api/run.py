@@ -45,7 +45,7 @@ class Prompt:
 
     @property
     def done(self) -> bool:
-        return all(choice.done for choice in self.choices)
+        return all(choice.done() for choice in self.choices)
 
 
 class Run:
@@ -167,7 +167,7 @@ class Run:
         if message.cached_tokens:
             prompt.cached_tokens = message.cached_tokens
         choice = prompt.choices[message.index]
-        if choice.done:
+        if choice.done():
             return
         if message.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.ABORT):
             self._ended_badly(message)
@@ -175,7 +175,7 @@ class Run:
         if message.token_ids:
             self._observe_tokens(choice, len(message.token_ids))
         choice.feed(message)
-        if choice.done:
+        if choice.done():
             if message.finish_reason is None:
                 handle.abort(message.index)  # a stop string: the engine does not know yet
             self.service.metrics.finished.labels(str(choice.finish_reason)).inc()
@@ -216,11 +216,11 @@ class Run:
 
     async def wait(self) -> None:
         """Until every choice has finished; raises the ApiError that ended the run."""
-        while self.error is None and not self.done:
+        while not self.done:
+            if self.error is not None:
+                raise self.error
             await self._wake.wait()
             self._wake.clear()
-        if self.error is not None:
-            raise self.error
 
     @property
     def done(self) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -91,6 +90,7 @@ class Context:
     admin: bool = False
     key_label: str | None = None
     run: Run | None = None
+    buffered_bytes: int = 0  # of its body, see Service.reserve
     error_code: str | None = None  # for the log line
     error_param: str | None = None
 
@@ -127,16 +127,17 @@ class Service:
         """Run something long in the tokenizer's threads."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
 
-    @contextlib.contextmanager
-    def buffered(self, num_bytes: int) -> Iterator[None]:
-        """Account for a body held in memory; 429 when all of them together are too much."""
+    def reserve(self, context: Context, num_bytes: int) -> None:
+        """Account for a piece of a body in memory; 429 when all bodies together are too much."""
         if self._buffered_bytes + num_bytes > self.config.limits.max_buffered_bytes:
             raise ApiError(429, "too many large requests at once", code="queue_full", headers={"Retry-After": "1"})
         self._buffered_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._buffered_bytes -= num_bytes
+        context.buffered_bytes += num_bytes
+
+    def release(self, context: Context) -> None:
+        """The body of this request is in memory no more."""
+        self._buffered_bytes -= context.buffered_bytes
+        context.buffered_bytes = 0
 
     def not_ready(self) -> tuple[str, str] | None:
         """(code, reason) why no request is taken now, or None."""
