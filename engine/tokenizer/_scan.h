@@ -29,6 +29,7 @@ static inline size_t utf8_put(uint8_t *p, uint32_t c) {
 static inline uint8_t code_flags(uint32_t code) { return uc_stage2[uc_stage1[code >> 7] << 7 | (code & 127)]; }
 
 static inline uint8_t flags_at(const uint8_t *p, uint32_t *bytes) {
+    if (p[0] < 0x80) { *bytes = 1; return uc_stage2[p[0]]; } /* block 0 is ASCII: uc_stage1[0] is 0 */
     utf8_char c = utf8_at(p);
     *bytes = c.bytes;
     return code_flags(c.code);
