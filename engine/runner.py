@@ -21,6 +21,8 @@ from engine.types import PAGE_TOKENS, Float32Array, StepBatch, Weights
 from kernels import cpu_ops as ops
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.config import ModelConfig
 
 
@@ -107,32 +109,56 @@ class ModelRunner:
         Raises ValueError (shapes, too many tokens) or IndexError (token id, position, page, row) before the pool is
         touched; the message names the token.
         """
-        num_tokens = self._check(batch)
+        w = self._workspace.rows(self._check(batch))
+        for _ in self._layer_ops(batch, w):
+            pass
+        return self._logits(w.x[batch.logits_rows])
+
+    def find_nonfinite(self, batch: StepBatch) -> tuple[int | None, str, int] | None:
+        """Runs the batch and returns (layer, op, row) of the first op whose output holds NaN or Inf (layer None: not in
+        a layer), or None. Slow; for telling an operator where a request went wrong."""
+        w = self._workspace.rows(self._check(batch))
+        for layer, op, output in self._layer_ops(batch, w):
+            if (row := _first_bad_row(output)) is not None:
+                return layer, op, row
+        bad = _first_bad_row(self._logits(w.x[batch.logits_rows]))
+        return None if bad is None else (None, "lm_head", int(batch.logits_rows[bad]))
+
+    def _layer_ops(self, batch: StepBatch, w: _Rows) -> Iterator[tuple[int | None, str, Float32Array]]:
+        """Embedding and layers, one op each time the caller asks on: (layer, op, output). The result is left in w.x."""
         config, threads = self.config, self.num_threads
-        w = self._workspace.rows(num_tokens)
         ops.embed(w.x, self._embed, batch.token_ids, num_threads=threads)
+        yield None, "embed", w.x
         tokens = (batch.positions, batch.seq_index, batch.block_tables)
         delta: Float32Array | None = None  # output of the last block, added to x by the next norm
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
             ops.rmsnorm(w.normed, w.x, layer.attn_norm, config.rms_eps, residual=delta, num_threads=threads)
+            yield i, "attn_norm", w.normed
             ops.matmul(w.qkv, w.normed, layer.qkv, num_threads=threads)
+            yield i, "qkv", w.qkv
             ops.qkv_rope_append(
                 w.q, w.qkv, self._cos, self._sin, layer.k_pages, layer.v_pages, *tokens,
                 bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.rms_eps, num_threads=threads,
             )  # fmt: skip
+            yield i, "rope", w.q
             ops.paged_attention(
                 w.attn, w.q, layer.k_pages, layer.v_pages, *tokens,
                 scale=config.head_dim**-0.5, window=config.sliding_window, num_threads=threads,
             )  # fmt: skip
+            yield i, "attention", w.attn_flat
             delta = w.delta
             ops.matmul(delta, w.attn_flat, layer.o, num_threads=threads)
+            yield i, "o", delta
             ops.rmsnorm(w.normed, w.x, layer.mlp_norm, config.rms_eps, residual=delta, num_threads=threads)
+            yield i, "mlp_norm", w.normed
             ops.matmul(w.gate_up, w.normed, layer.gate_up, num_threads=threads)
+            yield i, "gate_up", w.gate_up
             ops.swiglu(w.mlp, w.gate_up, num_threads=threads)
+            yield i, "swiglu", w.mlp
             ops.matmul(delta, w.mlp, layer.down, num_threads=threads)
+            yield i, "down", delta
         if delta is not None:
             ops.add(w.x, delta, num_threads=threads)
-        return self._logits(w.x[batch.logits_rows])
 
     def close(self) -> None:
         """Drops the pool and the weights."""
@@ -187,6 +213,12 @@ class ModelRunner:
             k_pages=self._pool[index, 0],
             v_pages=self._pool[index, 1],
         )
+
+
+def _first_bad_row(output: Float32Array) -> int | None:
+    """Index of the first row (leading axis) with NaN or Inf, or None."""
+    bad = np.flatnonzero(~np.isfinite(output).reshape(len(output), -1).all(axis=1))
+    return int(bad[0]) if len(bad) else None
 
 
 def _tensor(weights: Weights, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
