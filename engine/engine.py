@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, available_bytes, plan_kv_pages, usable_cpus
+from engine.core_config import CoreConfig, plan_kv_pages, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
+from engine.host_memory import available_bytes
 from engine.kv_cache import KVCache, OutOfPages
 from engine.loader import arena_checksum, load_weights
 from engine.log import log_event
@@ -118,7 +119,10 @@ class Engine:
         )  # fmt: skip
         for note in weights.notes:
             log_event(log, logging.WARNING, "checkpoint_note", note)
-        return cls(config, model, weights, free_bytes=available_bytes(), load_seconds=load_seconds)
+        free_bytes = available_bytes()
+        if free_bytes is None and config.kv_tokens is None:
+            raise ConfigError("cannot tell how much memory is free here", hint="give --kv-tokens")
+        return cls(config, model, weights, free_bytes=free_bytes or 0, load_seconds=load_seconds)
 
     def close(self) -> None:
         self.runner.close()

@@ -109,6 +109,8 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         )
         assert poisoned[0] == 500
         assert "nan" in poisoned[1]["error"]["message"].lower()
+        where = poisoned[1]["error"]["where"]
+        assert (where["op"], where["position"]) == ("embed", 2)  # that is where the poison sits
         assert other[0] == 200
         assert neighbour[0] == alone[0] == 200
         assert neighbour[1]["choices"] == alone[1]["choices"]
