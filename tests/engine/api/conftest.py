@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from engine.api.app import build_app
 from engine.api.config import ApiConfig, Limits, Timeouts
@@ -26,6 +27,7 @@ class Endpoint:
     service: Service
     address: tuple[str, int]
     http: aiohttp.ClientSession
+    service_app: web.Application
 
     @property
     def url(self) -> str:
@@ -54,7 +56,7 @@ def make_config(**kwargs: Any) -> ApiConfig:
     return ApiConfig(
         **{"model": "tiny", "max_model_len": 512, "eos_token_ids": (EOS, IM_END)} | kwargs,
         limits=Limits(**limits),
-        timeouts=Timeouts(**timeouts),
+        timeouts=Timeouts(**{"linger": 0.1} | timeouts),
     )
 
 
@@ -72,7 +74,7 @@ async def running(
         listening(app, host="127.0.0.1") as addresses,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
-        yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http)
+        yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http, app)
 
 
 @pytest.fixture
