@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 from aiohttp import web
 
@@ -18,6 +17,9 @@ from engine.api.server import listening
 from engine.api.service import SERVICE, Service
 
 from .fakes import EOS, IM_END, ByteDetokenizer, ByteTokenizer, FakeClient, NaiveStopMatcher, Script
+
+if TYPE_CHECKING:
+    import openai
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Endpoint:
         return f"http://{self.address[0]}:{self.address[1]}"
 
     def openai(self, key: str = "none", **kwargs: Any) -> openai.AsyncOpenAI:
+        import openai  # takes seconds: only where it is used
+
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=10, **kwargs)
 
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
