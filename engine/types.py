@@ -100,4 +100,6 @@ class Weights:
     tensors: Mapping[str, npt.NDArray[Any]]
     dtype: str  # "float32" or "bfloat16": of the matrices
     arena_bytes: int
-    checksum: str  # sha256 hex of the arena as loaded
+    checksum: str  # hex; engine.loader.arena_checksum of the arena as loaded
+    arena: memoryview | None = None  # the bytes the checksum is of
+    notes: tuple[str, ...] = ()  # what the operator should know of the checkpoint (ignored tensors ...)

@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+PORT ?= 8000
+HOST ?= 127.0.0.1
+MODEL ?= smollm2
+BACKEND ?= cpu
+export PYTHON
+BIN = .venv/bin
+
+.PHONY: help demo serve test test-full bench soak lint setup setup-dev setup-bench lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: setup ## start the server with a real small model, ask it something, print answers and speed, stop
+	@$(BIN)/appliance demo --model $(MODEL) --backend $(BACKEND)
+
+serve: setup ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODEL=smollm2 BACKEND=cpu)
+	@exec $(BIN)/appliance serve --model $(MODEL) --backend $(BACKEND) --host $(HOST) --port $(PORT)
+
+test: setup-dev ## all tests, reduced counts (what CI runs)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+test-full: setup-dev ## the issues' full counts (about an hour)
+	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q
+
+bench: setup-bench ## our figures beside the peers', in one run
+	@$(BIN)/python -m tests.bench
+
+soak: setup-dev ## 20,000 small requests incl. errors, aborts, disconnects
+	@$(BIN)/python -m tests.bench.soak
+
+lint: setup-dev ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+setup: ## the venv for demo and serve
+	@.ci/setup run
+
+setup-dev: ## the venv for the tests
+	@.ci/setup dev
+
+setup-bench:
+	@.ci/setup bench
+
+lock: ## write the locked requirements anew (needs uv)
+	@.ci/lock
+
+clean: ## everything that was built or installed here (models stay)
+	rm -rf .venv .venv-bench build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
+	find . -name __pycache__ -prune -exec rm -rf {} + ; find engine kernels -name '*.so' -delete

@@ -1,0 +1,131 @@
+"""The `appliance` command. It only knows the names of its subcommands; each lives in its own module.
+
+A command module has `configure(parser, common)`, which adds arguments, and `run(args) -> int`, which returns an exit
+code or raises ApplianceError. Only the module of the chosen command is imported, so `appliance --help` stays instant.
+To add a command, add a line to COMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
+
+from appliance import __version__
+from appliance.log import ApplianceError, ExitCode, report_error
+
+
+class CommandModule(Protocol):
+    """What a command module offers."""
+
+    def configure(self, parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+class Command(NamedTuple):
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS = (
+    Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
+    Command("serve", "serve a model in the foreground", "appliance.serve"),
+    Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
+)
+
+EPILOG = """\
+exit codes: 0 done, 1 failed, 2 usage, 3 inconclusive or timed out, 4 refused by preflight or policy, 5 busy
+Results go to stdout (text, or JSON with --json), progress and errors to stderr. NO_COLOR is honoured.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with our error format (also as JSON where --json was given) and exit code 2."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"see `{self.prog} --help`"
+        report_error(message, hint=hint, code=ExitCode.USAGE, as_json=type(self).as_json)
+        raise SystemExit(int(ExitCode.USAGE))
+
+
+def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
+    """Runs one command; returns its exit code. An error becomes a message with a next step, a traceback only with
+    --debug."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    _Parser.as_json = as_json
+    try:
+        parser, modules = _build_parser(commands, arguments)
+        args = parser.parse_args(arguments)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return ExitCode.USAGE
+        code: int = modules[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader left (`| head`). Keep Python from complaining again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        report_error("interrupted", hint="nothing is left half done; run it again", code=130, as_json=as_json)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if debug:
+            raise
+        return _explain(error, as_json)
+
+
+def _build_parser(commands: Sequence[Command], arguments: Sequence[str]) -> tuple[_Parser, dict[str, CommandModule]]:
+    parser = _Parser(
+        prog="appliance",
+        description="Turns a bare-metal NVIDIA host into a trustworthy LLM endpoint.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"appliance {__version__}")
+    _add_common(parser, default=False)
+    common = argparse.ArgumentParser(add_help=False)
+    _add_common(common, default=argparse.SUPPRESS)  # so that the subcommand's default never undoes `appliance --json X`
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    modules: dict[str, CommandModule] = {}
+    for command in commands:
+        sub = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.".capitalize())
+        if command.name == chosen:
+            module = cast(CommandModule, importlib.import_module(command.module))
+            modules[command.name] = module
+            module.configure(sub, common)
+    return parser, modules
+
+
+def _add_common(parser: argparse.ArgumentParser, *, default: Any) -> None:
+    parser.add_argument("--json", action="store_true", default=default, help="print one JSON document to stdout")
+    parser.add_argument("--debug", action="store_true", default=default, help="show a traceback on errors")
+
+
+def _explain(error: Exception, as_json: bool) -> int:
+    """Reports an expected error with its hint, an unexpected one as what it is: a defect."""
+    message, hint = getattr(error, "message", None), getattr(error, "hint", None)
+    if isinstance(error, ApplianceError) or isinstance(message, str):  # EngineError has the same two attributes
+        code = int(getattr(error, "exit_code", ExitCode.FAILED))
+        report_error(str(message), hint=hint, code=code, as_json=as_json)
+        return code
+    report_error(
+        f"internal error: {type(error).__name__}: {error}",
+        hint="this is a defect; run it again with --debug and report the traceback",
+        as_json=as_json,
+    )
+    return ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`appliance serve`: the server in the foreground. Resolves the model in the store, then becomes the engine process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from appliance.log import Progress
+from appliance.models import ModelStore
+
+
+def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="a model of the store, or a directory")
+    parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("engine_options", nargs="*", help="after --: options of `python -m engine`, see its --help")
+
+
+def run(args: argparse.Namespace) -> int:
+    command = engine_command(
+        args.model, backend=args.backend, host=args.host, port=args.port, extra=tuple(args.engine_options)
+    )
+    sys.stdout.flush()
+    os.execv(command[0], command)  # one process less between the operator's signals and the engine
+
+
+def engine_command(model: str, *, backend: str, host: str, port: int, extra: tuple[str, ...] = ()) -> list[str]:
+    """argv of the engine for a model name of the store (pulled when it is in the catalogue) or a directory."""
+    if os.sep in model or model in (".", ".."):
+        directory, name = Path(model), Path(model).resolve().name
+    else:
+        store = ModelStore(progress=Progress())
+        if model in store.catalogue:
+            store.pull(model)  # does nothing when it is there and complete
+        directory, name = store.path(model), model
+    return [
+        sys.executable, "-m", "engine",
+        "--model-dir", str(directory),
+        "--model-name", name,
+        "--backend", backend,
+        "--host", host,
+        "--port", str(port),
+        *extra,
+    ]  # fmt: skip

@@ -1,0 +1,76 @@
+"""What engine-core is told at start, and the arithmetic that turns free memory into KV pages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.types import PAGE_TOKENS
+
+MIB = 1 << 20
+
+
+class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """None = decide from the model and the machine; every decision is printed at start."""
+
+    model_dir: str
+    backend: str = "cpu"  # "cpu" only when asked for; "cuda" is the appliance's
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights
+    max_model_len: int | None = None  # tokens of prompt + output; default: the model's context
+    kv_tokens: int | None = None  # size of the KV pool in tokens, rounded up to pages
+    memory_fraction: float = 0.4  # of the memory free after loading, for the KV pool, when kv_tokens is not given
+    max_batch_tokens: int = 256  # of one step
+    max_batch_seqs: int = 64
+    prefill_chunk: int = 128
+    num_threads: int | None = None  # CPU backend; default: the CPUs this process may use
+    prefix_cache: bool = True
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: the smaller of MemAvailable and what its cgroup (v2) leaves."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        path = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        root = Path("/sys/fs/cgroup" + path)
+        for group in (root, *root.parents):
+            if group == Path("/sys/fs"):
+                break
+            limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
+            if limit != "max":
+                available = min(available, int(limit) - int((group / "memory.current").read_text()))
+    except (StopIteration, OSError):
+        pass  # no cgroup v2 here: MemAvailable alone decides
+    return max(available, 0)
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def plan_kv_pages(config: CoreConfig, *, max_model_len: int, bytes_per_page: int, free_bytes: int) -> int:
+    """Pages of the KV pool: as asked, or `memory_fraction` of `free_bytes`, capped at a full batch of full contexts.
+
+    ConfigError when not even one full context fits: refusing at start beats refusing every long request.
+    """
+    pages_per_context = -(-max_model_len // PAGE_TOKENS)
+    if config.kv_tokens is not None:
+        pages = -(-config.kv_tokens // PAGE_TOKENS)
+        if pages < 1:
+            raise ConfigError(f"kv_tokens = {config.kv_tokens} is not even one page of {PAGE_TOKENS} tokens")
+        return pages
+    pages = min(int(free_bytes * config.memory_fraction) // bytes_per_page, pages_per_context * config.max_batch_seqs)
+    if pages < pages_per_context:
+        raise ConfigError(
+            f"the KV pool would hold {pages * PAGE_TOKENS} tokens, one context is {max_model_len} "
+            f"({pages_per_context * bytes_per_page // MIB} MiB needed, {free_bytes // MIB} MiB free "
+            f"x memory_fraction {config.memory_fraction})",
+            hint="lower --max-model-len, raise --memory-fraction, or give --kv-tokens",
+        )
+    return pages

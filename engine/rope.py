@@ -1,0 +1,130 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864): inverse frequencies and the table of cos and sin.
+
+Frequencies follow transformers' modeling_rope_utils.py for the kinds default, linear, dynamic, llama3 and yarn: they
+are computed in float64 and rounded to float32 once; the angle position * inv_freq is rounded to float32, as there
+(at position 100,000 that rounding is worth 0.004 rad, so it has to be the same one); cos and sin of that float32 angle
+are taken in float64 and rounded.
+
+Dynamic NTK depends on the sequence length. transformers recomputes all frequencies when a sequence grows past
+original_max_position but keeps keys that were rotated with the old ones, so its answer depends on how the prompt was
+cut. Here position p always uses the frequencies of a sequence of length p + 1: what transformers computes when it is
+given one token at a time, and the same as transformers in any mode up to original_max_position. So a key depends on its
+own position only, and batch, chunking, prefix cache and preemption do not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config import RopeConfig
+    from engine.types import Float32Array
+
+Float64Array = npt.NDArray[np.float64]
+
+_TABLE_ROWS = 4096  # positions per step when the table is filled: bounds the float64 temporaries
+
+
+def rope_table(config: RopeConfig, head_dim: int, max_position: int) -> tuple[Float32Array, Float32Array]:
+    """cos and sin (max_position, head_dim / 2), with yarn's attention scaling multiplied in.
+
+    Raises ConfigError for an odd head_dim or a kind without its parameters.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"head_dim is {head_dim}; rotary embeddings need an even number")
+    scaling = np.float32(attention_scaling(config))
+    cos = np.empty((max_position, head_dim // 2), np.float32)
+    sin = np.empty_like(cos)
+    inv_freq = inverse_frequencies(config, head_dim)
+    for start in range(0, max_position, _TABLE_ROWS):
+        stop = min(start + _TABLE_ROWS, max_position)
+        positions = np.arange(start, stop, dtype=np.float32)
+        if config.kind == "dynamic" and stop > _original(config):
+            inv_freq = np.stack([inverse_frequencies(config, head_dim, seq_len=p + 1) for p in range(start, stop)])
+        angles = (positions[:, None] * inv_freq).astype(np.float64)
+        cos[start:stop] = np.cos(angles).astype(np.float32) * scaling
+        sin[start:stop] = np.sin(angles).astype(np.float32) * scaling
+    return cos, sin
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int, *, seq_len: int | None = None) -> Float32Array:
+    """Inverse frequencies (head_dim / 2,) float32. `seq_len` matters to dynamic only (module docstring)."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    if config.kind == "dynamic":
+        theta = _dynamic_theta(config, head_dim, seq_len)
+        return (1.0 / theta**exponents).astype(np.float32)
+    plain: Float64Array = 1.0 / config.theta**exponents
+    if config.kind == "default":
+        result = plain
+    elif config.kind == "linear":
+        result = plain / config.factor
+    elif config.kind == "llama3":
+        result = _llama3(config, plain)
+    elif config.kind == "yarn":
+        result = _yarn(config, plain, head_dim)
+    else:
+        raise ConfigError(f"rope kind {config.kind!r} is not supported")
+    return result.astype(np.float32)
+
+
+def attention_scaling(config: RopeConfig) -> float:
+    """The factor on cos and sin: yarn's mscale (arXiv 2309.00071, section 3.4; DeepSeek's mscale / mscale_all_dim)."""
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    return _mscale(config.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _original(config: RopeConfig) -> int:
+    if not config.original_max_position:
+        raise ConfigError(f"rope kind {config.kind!r} needs original_max_position_embeddings")
+    return config.original_max_position
+
+
+def _dynamic_theta(config: RopeConfig, head_dim: int, seq_len: int | None) -> float:
+    """Dynamic NTK: the base grows so that the slowest frequency is stretched by the length over the original one."""
+    original = _original(config)
+    if head_dim <= 2:
+        raise ConfigError("rope kind 'dynamic' needs head_dim > 2")
+    length = max(seq_len or original, original)
+    stretch = config.factor * length / original - (config.factor - 1)
+    return float(config.theta * stretch ** (head_dim / (head_dim - 2)))
+
+
+def _llama3(config: RopeConfig, plain: Float64Array) -> Float64Array:
+    """Llama 3.1: long wavelengths are divided by factor, short ones kept, those between blended linearly."""
+    original, low, high = _original(config), config.low_freq_factor, config.high_freq_factor
+    rotations = original * plain / (2 * math.pi)  # turns within the original context
+    if high == low:
+        return np.where(rotations < low, plain / config.factor, plain)
+    smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return (1 - smooth) * plain / config.factor + smooth * plain
+
+
+def _yarn(config: RopeConfig, plain: Float64Array, head_dim: int) -> Float64Array:
+    """YaRN (arXiv 2309.00071): a linear ramp over the dimensions from kept (fast) to divided by factor (slow)."""
+
+    def dimension(rotations: float) -> float:  # the dimension that makes that many turns within the original context
+        return head_dim * math.log(_original(config) / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers does: a step instead of a division by zero
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+    return plain / config.factor * ramp + plain * (1 - ramp)

@@ -1,0 +1,402 @@
+/* engine.tokenizer._bpe: the compiled encoder. One type, Core, built by core.py from a Spec; pure.py is its oracle.
+ *
+ * encode: added tokens -> normalizer -> added tokens again -> pre-tokens (_scan.h) -> merges (_merge.h). Everything is
+ * linear in the text but for the heap of a very long pre-token, which is O(n log n). The GIL is released for texts of
+ * RELEASE_BYTES and more; a Core is immutable, and every call works in a workspace of its own, taken from a small pool.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "_map.h"
+#include "_merge.h"
+#include "_nfc.h"
+#include "_scan.h"
+
+#define RELEASE_BYTES 2048
+#define POOL_SIZE 4
+#define KEEP_BYTES (4u << 20) /* a workspace that grew beyond this is not kept for later calls */
+#define MAX_STEPS 16
+
+enum { STEP_PREPEND, STEP_REPLACE, STEP_NFC };
+enum { PREFIX_NEVER, PREFIX_FIRST, PREFIX_ALWAYS };
+enum { ADDED_SINGLE_WORD = 1, ADDED_LSTRIP = 2, ADDED_RSTRIP = 4, ADDED_SPECIAL = 8 };
+
+typedef struct { int kind; byte_buffer text, to; } norm_step;
+/* A trie in one hash table: node << 8 | byte -> node; the root is 0. token[node]: id << 4 | flags, or -1. */
+typedef struct { map64 edges; int64_t *token; uint8_t starts[256]; size_t nodes; } trie;
+
+typedef struct {
+    PyObject_HEAD
+    model model;
+    byte_buffer blob;
+    uint32_t *offset;
+    trie raw, normalized;
+    norm_step steps[MAX_STEPS];
+    int step_count, digits, split, max_numbers, prefix, meta_replace;
+    byte_buffer prefix_text;
+    workspace *pool[POOL_SIZE];
+    int pooled;
+    unsigned long long last_work;
+} Core;
+
+/* ---- workspaces (GIL held) ---------------------------------------------------------------------------------------- */
+
+static void workspace_free(workspace *w) {
+    if (!w) return;
+    void *owned[] = {w->cache, w->ids.data, w->symbol, w->before, w->after, w->value, w->heap, w->piece.data,
+                     w->other.data, w->text.data, w->spare.data};
+    for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
+    free(w);
+}
+
+static workspace *workspace_take(Core *core) {
+    if (core->pooled) return core->pool[--core->pooled];
+    workspace *w = calloc(1, sizeof(workspace));
+    if (w && !(w->cache = calloc((size_t)1 << CACHE_BITS, sizeof(cache_entry)))) { free(w); w = NULL; }
+    if (!w) PyErr_NoMemory();
+    return w;
+}
+
+static void workspace_return(Core *core, workspace *w) {
+    size_t bytes = w->capacity * 20 + w->heap_capacity * 8 + w->piece.capacity + w->other.capacity +
+                   (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
+    if (core->pooled == POOL_SIZE || bytes > KEEP_BYTES) workspace_free(w);
+    else core->pool[core->pooled++] = w;
+}
+
+/* ---- added tokens ------------------------------------------------------------------------------------------------- */
+
+static int trie_add(trie *t, const uint8_t *p, size_t n, uint32_t id, int flags) {
+    uint64_t node = 0;
+    t->starts[p[0]] = 1;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t next = map64_get(&t->edges, node << 8 | p[i], 0);
+        if (!next) {
+            next = t->nodes++;
+            t->token[next] = -1;
+            map64_put(&t->edges, node << 8 | p[i], next);
+        }
+        node = next;
+    }
+    if (t->token[node] < 0) t->token[node] = (int64_t)id << 4 | flags; /* of equal contents the first counts */
+    return 0;
+}
+
+/* `entries`: list of (content bytes, id, flags). */
+static int trie_build(trie *t, PyObject *entries, uint64_t seed) {
+    size_t total = 1;
+    if (!PyList_Check(entries)) { PyErr_SetString(PyExc_TypeError, "added tokens must be a list"); return -1; }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
+        const char *p; Py_ssize_t n; int id, flags;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(entries, i), "y#ii", &p, &n, &id, &flags)) return -1;
+        total += (size_t)n;
+    }
+    t->token = malloc(total * sizeof(int64_t));
+    if (!t->token || map64_init(&t->edges, total, seed)) { PyErr_NoMemory(); return -1; }
+    t->token[0] = -1;
+    t->nodes = 1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
+        const char *p; Py_ssize_t n; int id, flags;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(entries, i), "y#ii", &p, &n, &id, &flags)) return -1;
+        if (n) trie_add(t, (const uint8_t *)p, (size_t)n, (uint32_t)id, flags);
+    }
+    return 0;
+}
+
+/* The longest token at s[a..end-1]; its length or 0. */
+static size_t trie_match(const trie *t, workspace *w, const uint8_t *s, size_t a, size_t end, int64_t *token) {
+    uint64_t node = 0;
+    size_t length = 0;
+    for (size_t i = a; i < end; i++) {
+        node = map64_get(&t->edges, node << 8 | s[i], 0);
+        w->work++;
+        if (!node) break;
+        if (t->token[node] >= 0) { *token = t->token[node]; length = i + 1 - a; }
+    }
+    return length;
+}
+
+static size_t char_before(const uint8_t *s, size_t a) {
+    do a--; while ((s[a] & 0xc0) == 0x80);
+    return a;
+}
+
+static int stands_alone(const uint8_t *s, size_t first, size_t last, size_t end) {
+    uint32_t n;
+    if (first && flags_at(s + char_before(s, first), &n) & UC_W) return 0;
+    return last == end || !(flags_at(s + last, &n) & UC_W);
+}
+
+typedef int (*piece_function)(Core *, workspace *, const uint8_t *, size_t, int parse_special, int at_start);
+
+/* Cuts s[0..end-1] at the tokens of `t` and gives the pieces between them to `piece`. */
+static int each_piece(Core *core, workspace *w, const trie *t, const uint8_t *s, size_t end, int parse_special,
+                      int at_start, piece_function piece) {
+    size_t start = 0, at = 0;
+    while (t->nodes > 1 && at < end) {
+        int64_t token = -1;
+        size_t n;
+        if (!t->starts[s[at]] || !(n = trie_match(t, w, s, at, end, &token))) { at++; continue; }
+        size_t first = at, last = at + n;
+        uint32_t bytes;
+        at = last; /* also when the flags reject the match: as in `tokenizers`, its text is used up */
+        if (token & ADDED_SPECIAL && !parse_special) continue;
+        if (token & ADDED_SINGLE_WORD && !stands_alone(s, first, last, end)) continue;
+        if (token & ADDED_LSTRIP)
+            while (first > start && flags_at(s + char_before(s, first), &bytes) & UC_S) first = char_before(s, first);
+        if (token & ADDED_RSTRIP)
+            while (last < end && flags_at(s + last, &bytes) & UC_S) last += bytes;
+        if (start < first && piece(core, w, s + start, first - start, parse_special, at_start && !start)) return -1;
+        if (ids_add(&w->ids, (uint32_t)(token >> 4))) return -1;
+        start = last;
+    }
+    return start < end ? piece(core, w, s + start, end - start, parse_special, at_start && !start) : 0;
+}
+
+/* ---- one piece ---------------------------------------------------------------------------------------------------- */
+
+static int append_replaced(byte_buffer *out, const uint8_t *s, size_t n, const byte_buffer *old, const byte_buffer *new) {
+    size_t start = 0;
+    while (n - start >= old->size) {
+        const uint8_t *found = old->size == 1 ? memchr(s + start, old->data[0], n - start)
+                                              : memmem(s + start, n - start, old->data, old->size);
+        if (!found) break;
+        size_t at = (size_t)(found - s);
+        if (bytes_add(out, s + start, at - start) || bytes_add(out, new->data, new->size)) return -1;
+        start = at + old->size;
+    }
+    return bytes_add(out, s + start, n - start);
+}
+
+/* Metaspace's replacement of spaces and the prefix; then pre-tokens and merges. */
+static int encode_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
+    static const byte_buffer space = {(uint8_t *)" ", 1, 1}, meta = {(uint8_t *)"\xe2\x96\x81", 3, 3};
+    int wanted = core->prefix == PREFIX_ALWAYS || (core->prefix == PREFIX_FIRST && at_start);
+    if (core->meta_replace || wanted) {
+        const byte_buffer *prefix = &core->prefix_text;
+        w->other.size = 0;
+        int has = n >= prefix->size && !memcmp(s, prefix->data, prefix->size);
+        if (core->meta_replace && s[0] == ' ') has = 1;
+        if (wanted && !has && bytes_add(&w->other, prefix->data, prefix->size)) return -1;
+        if (core->meta_replace ? append_replaced(&w->other, s, n, &space, &meta) : bytes_add(&w->other, s, n)) return -1;
+        s = w->other.data; n = w->other.size;
+    }
+    for (size_t a = 0; a < n;) {
+        size_t stop = core->digits ? digit_span(s, a, n, core->digits == 2) : n;
+        while (a < stop) {
+            size_t end = scan_word(s, a, stop, core->split, (size_t)core->max_numbers);
+            if (encode_word(&core->model, w, s + a, end - a)) return -1;
+            a = end;
+        }
+    }
+    return 0;
+}
+
+static int normalize_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
+    for (int i = 0; i < core->step_count; i++) {
+        const norm_step *step = &core->steps[i];
+        if (!n || (step->kind == STEP_NFC && nfc_quick_check(s, n))) continue;
+        byte_buffer out = w->other; /* the two buffers take turns: `s` may lie in w->piece */
+        out.size = 0;
+        int failed = 0;
+        if (step->kind == STEP_NFC) failed = nfc_append(&out, s, n, &w->text, &w->spare);
+        else if (step->kind == STEP_REPLACE) failed = append_replaced(&out, s, n, &step->text, &step->to);
+        else failed = bytes_add(&out, step->text.data, step->text.size) || bytes_add(&out, s, n);
+        w->work += n;
+        w->other = w->piece;
+        w->piece = out;
+        if (failed) return -1;
+        s = out.data; n = out.size;
+    }
+    return each_piece(core, w, &core->normalized, s, n, parse_special, at_start, encode_piece);
+}
+
+/* ---- the Python type ---------------------------------------------------------------------------------------------- */
+
+static PyObject *Core_encode(Core *self, PyObject *args) {
+    const char *text; Py_ssize_t size; int parse_special = 1, failed;
+    PyObject *source, *list = NULL;
+    if (!PyArg_ParseTuple(args, "U|p", &source, &parse_special)) return NULL;
+    if (!(text = PyUnicode_AsUTF8AndSize(source, &size))) return NULL; /* lone surrogates: UnicodeEncodeError */
+    if (size >= INT32_MAX / 4) { PyErr_SetString(PyExc_OverflowError, "text of 512 MiB or more"); return NULL; }
+    workspace *w = workspace_take(self);
+    if (!w) return NULL;
+    w->ids.size = 0;
+    w->work = 0;
+    PyThreadState *saved = size >= RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+    failed = each_piece(self, w, &self->raw, (const uint8_t *)text, (size_t)size, parse_special, 1, normalize_piece);
+    if (saved) PyEval_RestoreThread(saved);
+    if (failed) PyErr_NoMemory();
+    else list = PyList_New((Py_ssize_t)w->ids.size);
+    for (size_t i = 0; list && i < w->ids.size; i++) {
+        PyObject *id = PyLong_FromUnsignedLong(w->ids.data[i]);
+        if (!id) { Py_CLEAR(list); break; }
+        PyList_SET_ITEM(list, (Py_ssize_t)i, id);
+    }
+    self->last_work = (unsigned long long)w->work;
+    workspace_return(self, w);
+    return list;
+}
+
+static PyObject *Core_nfc(PyObject *type, PyObject *source) {
+    Py_ssize_t size;
+    const char *text = PyUnicode_AsUTF8AndSize(source, &size);
+    if (!text) return NULL;
+    if (nfc_quick_check((const uint8_t *)text, (size_t)size)) return Py_NewRef(source);
+    byte_buffer out = {0};
+    id_buffer scratch = {0}, spare = {0};
+    int failed = nfc_append(&out, (const uint8_t *)text, (size_t)size, &scratch, &spare);
+    PyObject *result = failed ? PyErr_NoMemory() : PyUnicode_DecodeUTF8((char *)out.data, (Py_ssize_t)out.size, NULL);
+    free(out.data); free(scratch.data); free(spare.data);
+    return result;
+}
+
+static PyObject *Core_flags(PyObject *type, PyObject *code) {
+    unsigned long c = PyLong_AsUnsignedLong(code);
+    if (c == (unsigned long)-1 && PyErr_Occurred()) return NULL;
+    if (c > 0x10ffff) { PyErr_SetString(PyExc_ValueError, "not a code point"); return NULL; }
+    return PyLong_FromLong(code_flags((uint32_t)c));
+}
+
+/* tokens: list of bytes or None, by id. */
+static int read_tokens(Core *self, PyObject *tokens, uint64_t seed) {
+    Py_ssize_t count = PyList_GET_SIZE(tokens);
+    model *m = &self->model;
+    if (!(self->offset = calloc((size_t)count + 1, sizeof(uint32_t))) || !(m->whole = calloc((size_t)count + 1, 1))) goto memory;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *token = PyList_GET_ITEM(tokens, i);
+        if (PyBytes_Check(token) &&
+            bytes_add(&self->blob, (uint8_t *)PyBytes_AS_STRING(token), (size_t)PyBytes_GET_SIZE(token))) goto memory;
+        if (self->blob.size > UINT32_MAX / 2) { PyErr_SetString(PyExc_ValueError, "vocabulary too large"); return -1; }
+        self->offset[i + 1] = (uint32_t)self->blob.size;
+    }
+    m->count = (uint32_t)count;
+    if (!words_init(&m->words, self->blob.data, self->offset, m->count, seed)) return 0;
+memory:
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* columns: four buffers of u32 of equal length: left, right, merged, rank. */
+static int read_merges(Core *self, Py_buffer *columns, uint64_t seed) {
+    model *m = &self->model;
+    size_t count = (size_t)columns[0].len / 4;
+    for (int k = 0; k < 4; k++) {
+        if ((size_t)columns[k].len != 4 * count) { PyErr_SetString(PyExc_ValueError, "merge columns differ"); return -1; }
+        for (size_t i = 0; k < 3 && i < count; i++)
+            if (((uint32_t *)columns[k].buf)[i] >= m->count) { PyErr_SetString(PyExc_ValueError, "merge id"); return -1; }
+    }
+    const uint32_t *left = columns[0].buf, *right = columns[1].buf, *merged = columns[2].buf, *rank = columns[3].buf;
+    if (map64_init(&m->pairs, count, seed)) goto memory;
+    for (size_t i = 0; i < count; i++)
+        map64_put(&m->pairs, (uint64_t)left[i] << 32 | right[i], (uint64_t)rank[i] << 32 | merged[i]);
+    if (!m->byte_level) return 0;
+    if (!(m->byte_pairs = malloc(65536 * sizeof(uint64_t)))) goto memory;
+    for (uint32_t i = 0; i < 65536; i++) {
+        int32_t a = m->byte_ids[i >> 8], b = m->byte_ids[i & 255];
+        m->byte_pairs[i] = a < 0 || b < 0 ? NO_PAIR : map64_get(&m->pairs, (uint64_t)a << 32 | (uint32_t)b, NO_PAIR);
+    }
+    return 0;
+memory:
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int read_steps(Core *self, PyObject *steps) {
+    if (PyList_GET_SIZE(steps) > MAX_STEPS) { PyErr_SetString(PyExc_ValueError, "too many normalizer steps"); return -1; }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(steps); i++) {
+        norm_step *step = &self->steps[i];
+        const char *text, *to; Py_ssize_t text_size, to_size;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(steps, i), "iy#y#", &step->kind, &text, &text_size, &to, &to_size)) return -1;
+        if (step->kind == STEP_REPLACE && !text_size) { PyErr_SetString(PyExc_ValueError, "empty pattern"); return -1; }
+        if (bytes_add(&step->text, (const uint8_t *)text, (size_t)text_size) ||
+            bytes_add(&step->to, (const uint8_t *)to, (size_t)to_size)) { PyErr_NoMemory(); return -1; }
+        self->step_count++;
+    }
+    return 0;
+}
+
+static int Core_init(Core *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"tokens", "left", "right", "merged", "rank", "byte_ids", "byte_level", "byte_fallback",
+                            "fuse_unk", "ignore_merges", "unk_id", "digits", "split", "max_numbers", "prefix",
+                            "meta_replace", "prefix_text", "steps", "raw", "normalized", "seed", NULL};
+    PyObject *tokens, *steps, *raw, *normalized;
+    Py_buffer columns[4] = {{0}}, byte_ids = {0}, prefix = {0};
+    unsigned long long seed;
+    model *m = &self->model;
+    int result = -1;
+    if (m->words.slots || self->offset) { PyErr_SetString(PyExc_TypeError, "Core cannot be initialised twice"); return -1; }
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!y*y*y*y*y*ppppiiiiipy*O!O!O!K", names, &PyList_Type, &tokens, &columns[0], &columns[1],
+            &columns[2], &columns[3], &byte_ids, &m->byte_level, &m->byte_fallback, &m->fuse_unk, &m->ignore_merges,
+            &m->unk_id, &self->digits, &self->split, &self->max_numbers, &self->prefix, &self->meta_replace, &prefix,
+            &PyList_Type, &steps, &PyList_Type, &raw, &PyList_Type, &normalized, &seed)) return -1;
+    if (byte_ids.len != sizeof(m->byte_ids) || m->unk_id >= PyList_GET_SIZE(tokens)) {
+        PyErr_SetString(PyExc_ValueError, "byte_ids or unk_id");
+        goto done;
+    }
+    memcpy(m->byte_ids, byte_ids.buf, sizeof(m->byte_ids));
+    if (read_tokens(self, tokens, seed) || read_merges(self, columns, seed) || read_steps(self, steps)) goto done;
+    if (trie_build(&self->raw, raw, seed) || trie_build(&self->normalized, normalized, seed)) goto done;
+    workspace *w;
+    if (bytes_add(&self->prefix_text, prefix.buf, (size_t)prefix.len) || !(w = workspace_take(self))) goto done;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = mark_whole(m, w);
+    Py_END_ALLOW_THREADS
+    workspace_return(self, w);
+    if (failed) PyErr_NoMemory(); else result = 0;
+done:
+    for (int k = 0; k < 4; k++) PyBuffer_Release(&columns[k]);
+    PyBuffer_Release(&byte_ids);
+    PyBuffer_Release(&prefix);
+    return result;
+}
+
+static void Core_dealloc(Core *self) {
+    trie *tries[] = {&self->raw, &self->normalized};
+    for (int i = 0; i < 2; i++) { map64_free(&tries[i]->edges); free(tries[i]->token); }
+    for (int i = 0; i < MAX_STEPS; i++) { free(self->steps[i].text.data); free(self->steps[i].to.data); }
+    while (self->pooled) workspace_free(self->pool[--self->pooled]);
+    map64_free(&self->model.pairs);
+    free(self->model.words.slots);
+    free(self->model.byte_pairs);
+    free(self->model.whole);
+    free(self->prefix_text.data);
+    free(self->blob.data);
+    free(self->offset);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef Core_methods[] = {
+    {"encode", (PyCFunction)Core_encode, METH_VARARGS, "encode(text, parse_special=True) -> list of ids"},
+    {"nfc", (PyCFunction)Core_nfc, METH_O | METH_STATIC, "nfc(text) -> text in Normalization Form C (Unicode 9.0)"},
+    {"char_flags", (PyCFunction)Core_flags, METH_O | METH_STATIC, "char_flags(code point) -> property bits"},
+    {NULL}};
+
+static PyMemberDef Core_members[] = {
+    {"last_work", T_ULONGLONG, offsetof(Core, last_work), READONLY, "look-ups, merges and heap moves of the last encode"},
+    {NULL}};
+
+static PyType_Slot Core_slots[] = {
+    {Py_tp_doc, "The compiled encoder of one tokenizer; see engine/tokenizer/core.py"},
+    {Py_tp_init, Core_init},
+    {Py_tp_dealloc, Core_dealloc},
+    {Py_tp_methods, Core_methods},
+    {Py_tp_members, Core_members},
+    {0, NULL}};
+
+static PyType_Spec Core_spec = {"engine.tokenizer._bpe.Core", sizeof(Core), 0, Py_TPFLAGS_DEFAULT, Core_slots};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "engine.tokenizer._bpe", NULL, -1, NULL};
+
+PyMODINIT_FUNC PyInit__bpe(void) {
+    PyObject *m = PyModule_Create(&module), *type = PyType_FromSpec(&Core_spec);
+    if (m && type && !PyModule_AddObjectRef(m, "Core", type)) { Py_DECREF(type); return m; }
+    Py_XDECREF(type);
+    Py_XDECREF(m);
+    return NULL;
+}

@@ -1,0 +1,183 @@
+"""The two processes together: what a client and an operator see when one of them dies, drains or cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.serving import MODEL, Server
+from tests.tiny import make_tiny_model
+
+POISON = 7  # a token whose embedding is NaN
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=POISON)
+
+
+@pytest.fixture
+async def server(model_dir: Path) -> AsyncIterator[Server]:
+    started = await Server.start(model_dir, "--kv-tokens", "16384")
+    try:
+        yield started
+    finally:
+        await started.stop()
+
+
+async def complete(session: aiohttp.ClientSession, server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
+    ban = {"logit_bias": {str(POISON): -100}}  # the model must not choose the poisoned token itself
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0, **ban, **fields}
+    async with session.post(server.url + "/v1/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+def core_of(server: Server) -> psutil.Process:
+    (core,) = [p for p in psutil.Process(server.process.pid).children() if "engine.core" in " ".join(p.cmdline())]
+    return core
+
+
+async def wait_for(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_core_killed_in_mid_stream_is_an_honest_error_and_a_failed_process(server: Server) -> None:
+    """kill -9 of engine-core: the stream ends with an error event, no silent end, no [DONE]; exit status not 0."""
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1,
+            "logit_bias": {str(POISON): -100}}  # fmt: skip
+    text = b""
+    async with aiohttp.ClientSession() as session:
+        async with session.post(server.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            async for chunk in response.content.iter_any():
+                if not text:
+                    core_of(server).kill()
+                text += chunk
+    last = [line for line in text.decode().splitlines() if line.startswith("data: ")][-1]
+    assert "[DONE]" not in text.decode()
+    assert json.loads(last[6:])["error"]["type"]
+    assert await asyncio.wait_for(server.process.wait(), 15) != 0
+
+
+async def test_api_killed_takes_core_with_it(server: Server) -> None:
+    """kill -9 of engine-api must not leave an engine that holds the GPU."""
+    core = core_of(server)
+    server.process.send_signal(signal.SIGKILL)
+    await server.process.wait()
+    await wait_for(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_sigterm_finishes_what_is_in_flight(server: Server) -> None:
+    """SIGTERM during a request: it is answered in full, new ones are refused, the exit status is 0."""
+    async with aiohttp.ClientSession() as session:
+        slow = asyncio.ensure_future(
+            complete(session, server, max_tokens=600, ignore_eos=True, temperature=1.0, seed=1)
+        )
+        await asyncio.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        status, answer = await slow
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 600
+    assert await asyncio.wait_for(server.process.wait(), 30) == 0
+
+
+async def test_one_poisoned_request_fails_alone(server: Server) -> None:
+    """Token 7's embedding is NaN: that request gets a 500 that says where; its neighbours' bits do not change."""
+    async with aiohttp.ClientSession() as session:
+        alone = await complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True)
+        neighbour, poisoned, other = await asyncio.gather(
+            complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True),
+            complete(session, server, prompt=[1, 2, POISON, 3]),
+            complete(session, server, prompt="xyz", max_tokens=40, ignore_eos=True),
+        )
+        assert poisoned[0] == 500
+        assert "nan" in poisoned[1]["error"]["message"].lower()
+        assert other[0] == 200
+        assert neighbour[0] == alone[0] == 200
+        assert neighbour[1]["choices"] == alone[1]["choices"]
+        # Pages of the poisoned prompt must not be found by others through the prefix cache.
+        again = await complete(session, server, prompt=[1, 2] * 80 + [3], max_tokens=4)
+        assert again[0] == 200
+        assert await server.metric(session, "appliance_requests_running") == 0
+
+
+async def test_same_request_same_bits_whatever_else_runs(server: Server) -> None:
+    """Text and logprobs of a seeded request, alone and among 24 others of mixed lengths, streamed prompts and all."""
+    probe = {"prompt": "the quick brown fox " * 12, "max_tokens": 40, "temperature": 0.8, "seed": 11, "logprobs": 3}
+    async with aiohttp.ClientSession() as session:
+        expected = (await complete(session, server, **probe))[1]["choices"]
+        noise = [
+            complete(session, server, prompt="z" * (i * 37 % 700 + 1), max_tokens=30, temperature=1.0, ignore_eos=True)
+            for i in range(24)
+        ]
+        answers = await asyncio.gather(*noise, *(complete(session, server, **probe) for _ in range(4)))
+        for status, answer in answers[-4:]:
+            assert status == 200
+            assert answer["choices"] == expected
+
+
+async def test_disconnected_clients_free_their_pages(server: Server) -> None:
+    """A client that hangs up, streaming or not, frees its pages within two steps: here, at once when others run."""
+    async with aiohttp.ClientSession() as session:
+        free = await server.metric(session, "appliance_kv_pages_free")
+        for stream in (False, True):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(
+                    complete(session, server, max_tokens=1900, ignore_eos=True, temperature=1.0, stream=stream), 0.3
+                )
+        deadline = time.monotonic() + 10
+        while await server.metric(session, "appliance_kv_pages_free") != free:
+            assert time.monotonic() < deadline, "pages of a client that left were not freed"
+            await asyncio.sleep(0.05)
+        assert await server.metric(session, "appliance_requests_running") == 0
+
+
+def start_and_fail(*arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "engine", *arguments], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert result.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT)
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_damaged_checkpoint_is_named_at_start(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / MODEL)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in start_and_fail("--model-dir", str(directory), "--port", "0")
+
+
+def test_context_that_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / MODEL, max_position=1 << 24)
+    message = start_and_fail("--model-dir", str(directory), "--port", "0")
+    assert "MiB" in message and "--max-model-len" in message
+
+
+def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:
+    import socket
+
+    directory = make_tiny_model(tmp_path / MODEL)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert port in start_and_fail("--model-dir", str(directory), "--port", port)
+    assert "key" in start_and_fail("--model-dir", str(directory), "--port", "0", "--host", "0.0.0.0").lower()
