@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 import re
 from typing import TypeVar
 
@@ -124,9 +125,20 @@ def _invalid_json(raw: bytes, message: str) -> ApiError:
             f"a lone surrogate escape at byte {position} is not text; send both halves of the pair or U+FFFD",
             code="invalid_text",
         )
-    if "truncated" in message:
-        message = f"the JSON ends too early (byte {len(raw)})"
-    return bad_request(f"the body is not valid JSON: {message}", code="invalid_json")
+    return bad_request(f"the body is not valid JSON: {_where(raw) or message}", code="invalid_json")
+
+
+def _where(raw: bytes) -> str | None:
+    """Position and reason from the standard parser, which is slower but tells the exact byte; None if it sees none."""
+    text = raw.decode()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as exc:
+        reason = exc.msg.removesuffix(" at")
+        return f"{reason[0].lower()}{reason[1:]} at byte {len(text[: exc.pos].encode())}"
+    except ValueError:
+        return None  # a number of too many digits
+    return None
 
 
 def _lone_surrogate(raw: bytes) -> int | None:

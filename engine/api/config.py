@@ -46,6 +46,7 @@ class Timeouts:
     control: float = 120.0  # golden and checksum
     drain: float = 30.0  # after SIGTERM, for the requests in flight
     fast_drain: float = 1.0  # after a second SIGTERM or SIGINT
+    linger: float = 2.0  # the rest of a refused body is read and dropped this long, so that the refusal is seen
     sse_ping: float = 15.0  # a comment line on a stream that has been silent for this long
 
 

@@ -64,6 +64,7 @@ class Run:
         self._dirty: dict[int, Choice] = {}
         self._first_token = False
         self._last_batch = 0.0
+        self._last_ping = time.monotonic()
         self._deadline_timer: asyncio.TimerHandle | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -245,14 +246,17 @@ class Run:
                 raise self.error
             if self.done:
                 return None
-            timer = asyncio.get_running_loop().call_later(config.timeouts.sse_ping, self._wake.set)
+            silent_since = max(self._last_batch, self._last_ping)
+            wait = silent_since + config.timeouts.sse_ping - time.monotonic()
+            if wait <= 0:
+                self._last_ping = time.monotonic()
+                return []
+            timer = asyncio.get_running_loop().call_later(wait, self._wake.set)
             try:
                 await self._wake.wait()
             finally:
                 timer.cancel()
             self._wake.clear()
-            if not self._dirty and self.error is None and not self.done:
-                return []
 
     # ---- accounts --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ UNSUPPORTED: dict[str, str] = {
     "guided_choice": _STRUCTURED,
     "guided_grammar": _STRUCTURED,
     "structured_outputs": _STRUCTURED,
+    "refusal": "refusals are not part of the template; put the text into `content`",
     "audio": _TEXT_ONLY,
     "modalities": _TEXT_ONLY,
     "image_url": _TEXT_ONLY,

@@ -94,11 +94,12 @@ async def listening(
             loop=loop,
             keepalive_timeout=service.config.timeouts.keepalive,
             access_log=None,
-            lingering_time=2.0,
+            lingering_time=service.config.timeouts.linger,
             auto_decompress=False,  # compressed bodies are refused; no zip bomb is ever opened
         )
 
     servers: list[asyncio.Server] = []
+    bound = False
     try:
         addresses: list[Any] = []
         if host is not None:
@@ -108,14 +109,16 @@ async def listening(
             )
             addresses += [sock.getsockname() for sock in servers[-1].sockets]
         if unix_path is not None:
-            servers.append(await loop.create_unix_server(connection, sock=_unix_socket(unix_path), backlog=_BACKLOG))
+            sock = _unix_socket(unix_path)
+            bound = True
+            servers.append(await loop.create_unix_server(connection, sock=sock, backlog=_BACKLOG))
             addresses.append(str(unix_path))
         yield addresses
     finally:
         for server in servers:
             server.close()
         await runner.cleanup()
-        if unix_path is not None:
+        if unix_path is not None and bound:  # never another process's socket
             unix_path.unlink(missing_ok=True)
 
 

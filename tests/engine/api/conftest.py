@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
+from aiohttp import web
 
 from engine.api.app import build_app
 from engine.api.config import ApiConfig, Limits, Timeouts
@@ -17,6 +17,9 @@ from engine.api.server import listening
 from engine.api.service import SERVICE, Service
 
 from .fakes import EOS, IM_END, ByteDetokenizer, ByteTokenizer, FakeClient, NaiveStopMatcher, Script
+
+if TYPE_CHECKING:
+    import openai
 
 
 @dataclass
@@ -26,12 +29,15 @@ class Endpoint:
     service: Service
     address: tuple[str, int]
     http: aiohttp.ClientSession
+    service_app: web.Application
 
     @property
     def url(self) -> str:
         return f"http://{self.address[0]}:{self.address[1]}"
 
     def openai(self, key: str = "none", **kwargs: Any) -> openai.AsyncOpenAI:
+        import openai  # takes seconds: only where it is used
+
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=10, **kwargs)
 
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
@@ -54,7 +60,7 @@ def make_config(**kwargs: Any) -> ApiConfig:
     return ApiConfig(
         **{"model": "tiny", "max_model_len": 512, "eos_token_ids": (EOS, IM_END)} | kwargs,
         limits=Limits(**limits),
-        timeouts=Timeouts(**timeouts),
+        timeouts=Timeouts(**{"linger": 0.1} | timeouts),
     )
 
 
@@ -72,7 +78,7 @@ async def running(
         listening(app, host="127.0.0.1") as addresses,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
-        yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http)
+        yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http, app)
 
 
 @pytest.fixture

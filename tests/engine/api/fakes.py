@@ -230,6 +230,21 @@ class FakeClient:
         self.controls.append((op, args))
         return {"hash": "abc"}
 
+    def fail(self, handle: FakeHandle, error: str) -> None:
+        """Report an engine error for every choice of one request."""
+        for index in sorted(handle.unfinished):
+            message = Tokens(
+                request_id=handle.msg.request_id,
+                index=index,
+                token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                error_where={"op": "lm_head"},
+            )
+            handle.queue.put_nowait(message)
+        handle.unfinished.clear()
+        handle.end()
+
     def die(self) -> None:
         self.state = "dead"
         self.on_death.set()

@@ -232,7 +232,7 @@ BAD_JSON = [
     (b"{", "byte 1"),
     (b'{"prompt": "x"', "byte 14"),
     (b'{"prompt": "x"}}', "byte 15"),
-    (b'{"prompt": nope}', "byte 12"),
+    (b'{"prompt": nope}', "byte 11"),
     (b'{"prompt": "x", "temperature": NaN}', "byte 31"),
     (b'{"prompt": "x", "temperature": Infinity}', "byte 31"),
     (b"{'prompt': 'x'}", "byte 1"),
