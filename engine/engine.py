@@ -223,9 +223,7 @@ class Engine:
         stopped: dict[int, FinishReason] = {}
         for choice, result in zip(choices, results, strict=True):
             seq_id = choice.sequence.seq_id
-            if choice.message.params.max_tokens == 0:  # echo without generation ends with the prompt
-                stopped[seq_id] = FinishReason.LENGTH
-            elif result.error is not None:
+            if result.error is not None:
                 broken.setdefault(seq_id, result.error)
             else:
                 tokens[seq_id] = result.token_id
@@ -233,13 +231,16 @@ class Engine:
                 if result.token_id in choice.stop_ids:
                     stopped[seq_id] = FinishReason.STOP
         places = {seq_id: self._locate(self._choices[seq_id]) for seq_id in broken}  # while the pages are still there
-        self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
+        ended = self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
         out: list[CoreMessage] = [
             self._failed(self._choices[seq_id], text, places[seq_id]) for seq_id, text in broken.items()
         ]
         for choice, result in zip(choices, results, strict=True):
             if choice.sequence.seq_id not in broken:
                 out.append(self._result(choice, result))
+        for sequence in ended:  # max_tokens = 0 (echo) samples nothing and ends with its prompt
+            if (choice_left := self._choices.get(sequence.seq_id)) is not None:
+                out.append(self._report(choice_left))
         return out
 
     def _num_rows(self, item: Any) -> int:
@@ -337,8 +338,6 @@ class Engine:
         return self._report(choice, error=text, error_where=where)
 
     def _result(self, choice: Choice, result: SampleResult) -> Tokens:
-        if choice.message.params.max_tokens == 0:
-            return self._report(choice)
         if choice.sequence.finish_reason is FinishReason.STOP:
             return self._report(choice, stop_token_id=result.token_id)
         logprobs = [result.logprob] if result.logprob is not None else None
