@@ -37,7 +37,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """$APPLIANCE_MODELS, else /srv/appliance/models where an installation made it, else the user's cache."""
     if chosen := environ.get("APPLIANCE_MODELS"):
         return Path(chosen).absolute()
-    if _SYSTEM_ROOT.is_dir() and os.access(_SYSTEM_ROOT, os.R_OK | os.X_OK):
+    if os.path.isdir(_SYSTEM_ROOT) and os.access(_SYSTEM_ROOT, os.R_OK | os.X_OK):
         return _SYSTEM_ROOT
     cache = environ.get("XDG_CACHE_HOME", "")
     base = (
@@ -77,7 +77,7 @@ class ModelStore:
 
     def list(self) -> list[ModelInfo]:
         """Every model, by name; directories that are no usable model are listed with their `problem`."""
-        if not self.root.is_dir():
+        if not os.path.lexists(self.root):
             return []
         with explain_os_errors("cannot list the model store"):
             names = sorted(entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
@@ -90,7 +90,7 @@ class ModelStore:
         with explain_os_errors(f"cannot verify {name}"):
             result = verify_files(directory, manifest, advance)
         self.progress.finish()
-        if result.problems and (not directory.is_dir() or read_manifest(directory) != manifest):
+        if result.problems and (not os.path.isdir(directory) or read_manifest(directory) != manifest):
             raise BusyError(f"the model {name!r} was changed while it was being verified", hint="run it again")
         return result
 
@@ -122,9 +122,10 @@ class ModelStore:
         """Takes a Hugging Face style directory into the store: by copy (default), or by a link to it with `link`.
         The source is only read. `name` defaults to the directory's, in lower case."""
         source = directory.absolute()
+        with explain_os_errors("cannot read the source"):
+            if not source.is_dir():
+                raise StoreError(f"{directory} is not a directory", hint="give the directory that holds config.json")
         name = check_name(source.resolve().name.lower() if name is None else name)
-        if not source.is_dir():
-            raise StoreError(f"{directory} is not a directory", hint="give the directory that holds config.json")
         if source.resolve().is_relative_to(self.root.resolve()):
             raise StoreError(f"{directory} is inside the model store {self.root}", hint="see `appliance model list`")
         checkpoint = scan(source)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, available_bytes, plan_kv_pages, usable_cpus
+from engine.core_config import CoreConfig, plan_kv_pages, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
+from engine.host_memory import available_bytes
 from engine.kv_cache import KVCache, OutOfPages
 from engine.loader import arena_checksum, load_weights
 from engine.log import log_event
@@ -118,7 +119,10 @@ class Engine:
         )  # fmt: skip
         for note in weights.notes:
             log_event(log, logging.WARNING, "checkpoint_note", note)
-        return cls(config, model, weights, free_bytes=available_bytes(), load_seconds=load_seconds)
+        free_bytes = available_bytes()
+        if free_bytes is None and config.kv_tokens is None:
+            raise ConfigError("cannot tell how much memory is free here", hint="give --kv-tokens")
+        return cls(config, model, weights, free_bytes=free_bytes or 0, load_seconds=load_seconds)
 
     def close(self) -> None:
         self.runner.close()
@@ -219,9 +223,7 @@ class Engine:
         stopped: dict[int, FinishReason] = {}
         for choice, result in zip(choices, results, strict=True):
             seq_id = choice.sequence.seq_id
-            if choice.message.params.max_tokens == 0:  # echo without generation ends with the prompt
-                stopped[seq_id] = FinishReason.LENGTH
-            elif result.error is not None:
+            if result.error is not None:
                 broken.setdefault(seq_id, result.error)
             else:
                 tokens[seq_id] = result.token_id
@@ -229,13 +231,16 @@ class Engine:
                 if result.token_id in choice.stop_ids:
                     stopped[seq_id] = FinishReason.STOP
         places = {seq_id: self._locate(self._choices[seq_id]) for seq_id in broken}  # while the pages are still there
-        self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
+        ended = self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
         out: list[CoreMessage] = [
             self._failed(self._choices[seq_id], text, places[seq_id]) for seq_id, text in broken.items()
         ]
         for choice, result in zip(choices, results, strict=True):
             if choice.sequence.seq_id not in broken:
                 out.append(self._result(choice, result))
+        for sequence in ended:  # max_tokens = 0 (echo) samples nothing and ends with its prompt
+            if (choice_left := self._choices.get(sequence.seq_id)) is not None:
+                out.append(self._report(choice_left))
         return out
 
     def _num_rows(self, item: Any) -> int:
@@ -333,8 +338,6 @@ class Engine:
         return self._report(choice, error=text, error_where=where)
 
     def _result(self, choice: Choice, result: SampleResult) -> Tokens:
-        if choice.message.params.max_tokens == 0:
-            return self._report(choice)
         if choice.sequence.finish_reason is FinishReason.STOP:
             return self._report(choice, stop_token_id=result.token_id)
         logprobs = [result.logprob] if result.logprob is not None else None

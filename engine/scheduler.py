@@ -267,11 +267,14 @@ class Scheduler:
         return seq
 
     def _headroom(self, seq: Sequence, num_running: int) -> int:
-        """Pages an admission must leave free. One for each running sequence if `seq` was preempted before, else it
-        would be back in the queue before it made progress; none if it runs alone (check_admissible: it fits)."""
+        """Pages an admission must leave free; none if `seq` runs alone (check_admissible: it fits).
+
+        If it was preempted before, one for itself and each running sequence: so many borders are crossed in the next
+        PAGE_TOKENS steps, so it stays at least that long and recomputing it was worth the while.
+        """
         if not num_running:
             return 0
-        return max(num_running, self._watermark) if seq.num_preemptions else self._watermark
+        return max(num_running + 1, self._watermark) if seq.num_preemptions else self._watermark
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

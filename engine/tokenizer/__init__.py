@@ -1,4 +1,4 @@
-"""Our own BPE tokenizer, read from tokenizer.json; ids equal to the `tokenizers` library (spec.py says what is known)."""
+"""Our own BPE tokenizer, read from tokenizer.json; ids equal to those of the `tokenizers` library."""
 
 from engine.tokenizer.tokenizer import Detokenizer, Tokenizer
 

@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { uint64_t *keys, *values; uint64_t mask, seed; size_t used; } map64; /* key ~0 = free */
+typedef struct { uint64_t key, value; } map64_entry; /* key ~0 = free */
+typedef struct { map64_entry *entries; uint64_t mask, seed; } map64;
 
 static inline uint64_t mix64(uint64_t x) {
     x ^= x >> 32; x *= 0xd6e8feb86659fd93ull; x ^= x >> 32; x *= 0xd6e8feb86659fd93ull; return x ^ x >> 32;
@@ -16,34 +17,30 @@ static inline uint64_t mix64(uint64_t x) {
 static int map64_init(map64 *m, size_t entries, uint64_t seed) {
     uint64_t size = 16;
     while (size < 2 * (uint64_t)entries) size *= 2;
-    m->keys = malloc(size * sizeof(uint64_t));
-    m->values = malloc(size * sizeof(uint64_t));
-    if (!m->keys || !m->values) return -1;
-    memset(m->keys, 0xff, size * sizeof(uint64_t));
-    m->mask = size - 1; m->seed = seed; m->used = 0;
+    m->entries = malloc(size * sizeof(map64_entry));
+    if (!m->entries) return -1;
+    memset(m->entries, 0xff, size * sizeof(map64_entry));
+    m->mask = size - 1; m->seed = seed;
     return 0;
 }
 
-static inline uint64_t map64_slot(const map64 *m, uint64_t key) {
+static inline map64_entry *map64_slot(const map64 *m, uint64_t key) {
     uint64_t i = mix64(key ^ m->seed) & m->mask;
-    while (m->keys[i] != key && m->keys[i] != ~0ull) i = (i + 1) & m->mask;
-    return i;
+    while (m->entries[i].key != key && m->entries[i].key != ~0ull) i = (i + 1) & m->mask;
+    return &m->entries[i];
 }
 
 /* The caller never stores more entries than it announced to map64_init. */
 static inline void map64_put(map64 *m, uint64_t key, uint64_t value) {
-    uint64_t i = map64_slot(m, key);
-    m->used += m->keys[i] != key;
-    m->keys[i] = key; m->values[i] = value;
+    *map64_slot(m, key) = (map64_entry){key, value};
 }
 
 static inline uint64_t map64_get(const map64 *m, uint64_t key, uint64_t missing) {
-    if (!m->keys) return missing;
-    uint64_t i = map64_slot(m, key);
-    return m->keys[i] == key ? m->values[i] : missing;
+    const map64_entry *entry = map64_slot(m, key);
+    return entry->key == key ? entry->value : missing;
 }
 
-static void map64_free(map64 *m) { free(m->keys); free(m->values); m->keys = m->values = NULL; }
+static void map64_free(map64 *m) { free(m->entries); m->entries = NULL; }
 
 /* ---- bytes -> id -------------------------------------------------------------------------------------------------- */
 
@@ -68,6 +65,17 @@ static inline uint64_t hash_bytes(const uint8_t *p, size_t n, uint64_t seed) {
     else if (left) { a = (uint64_t)p[0] << 16 | (uint64_t)p[left / 2] << 8 | p[left - 1]; b = 0; }
     else { a = b = 0; }
     return fold(fold(a ^ 0xe7037ed1a0b428dbull, b ^ h), 0x8ebc6af09c88c6e3ull ^ n);
+}
+
+/* n > 0. Overlapping loads instead of a call: keys are short. */
+static inline int same_bytes(const uint8_t *a, const uint8_t *b, size_t n) {
+    if (n >= 8) {
+        for (size_t i = 0; i + 8 < n; i += 8)
+            if (load64(a + i) != load64(b + i)) return 0;
+        return load64(a + n - 8) == load64(b + n - 8);
+    }
+    if (n >= 4) return load32(a) == load32(b) && load32(a + n - 4) == load32(b + n - 4);
+    return a[0] == b[0] && a[n / 2] == b[n / 2] && a[n - 1] == b[n - 1];
 }
 
 typedef struct {
@@ -100,7 +108,7 @@ static inline int64_t words_find(const word_table *t, const uint8_t *p, size_t n
     for (uint64_t i = h & t->mask; t->slots[i]; i = (i + 1) & t->mask) {
         if ((t->slots[i] ^ h) >> 32) continue;
         uint32_t id = (uint32_t)t->slots[i] - 1;
-        if (t->offset[id + 1] - t->offset[id] == n && !memcmp(t->blob + t->offset[id], p, n)) return id;
+        if (t->offset[id + 1] - t->offset[id] == n && same_bytes(t->blob + t->offset[id], p, n)) return id;
     }
     return -1;
 }

@@ -6,7 +6,7 @@
 #include "_scan.h"
 
 #define NO_PAIR UINT64_MAX
-#define CACHE_BITS 13 /* 8192 entries of 64 bytes: fits the L2 cache; one per workspace */
+#define CACHE_BITS 15 /* 32768 entries of 64 bytes, 2 MiB; one cache per workspace */
 #define CACHE_KEY 36
 #define CACHE_IDS 6
 #define SHORT_WORD 48 /* symbols up to which scanning all pairs for the best beats a heap */
@@ -197,7 +197,7 @@ static int encode_word(const model *m, workspace *w, const uint8_t *p, size_t n)
     uint64_t h = hash_bytes(p, n, m->words.seed);
     cache_entry *entry = n <= CACHE_KEY ? &w->cache[h >> (64 - CACHE_BITS)] : NULL;
     w->work++;
-    if (entry && entry->length == n && !memcmp(entry->key, p, n)) {
+    if (entry && entry->length == n && same_bytes(entry->key, p, n)) {
         for (int i = 0; i < entry->count; i++)
             if (ids_add(&w->ids, entry->ids[i])) return -1;
         return 0;

@@ -35,7 +35,7 @@ def read_added_tokens(raw: Any, vocab: dict[str, int], max_id: int) -> list[Adde
             continue  # as in `tokenizers`: an empty token can never be found
         if vocab.get(token.content, token.id) != token.id or by_id.get(token.id, token.content) != token.content:
             raise TokenizerError(
-                f"tokenizer.json: added token {token.content[:80]!r} has id {token.id}, which the vocabulary contradicts"
+                f"tokenizer.json: added token {token.content[:80]!r} has id {token.id}, but the vocabulary differs"
             )
         if by_content.get(token.content, token).id != token.id:
             raise TokenizerError(f"tokenizer.json: added token {token.content[:80]!r} has two ids")

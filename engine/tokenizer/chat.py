@@ -108,7 +108,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     raise TemplateLimit("a number too large")
         return bounded(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         context[BUDGET].spend()
         owner = getattr(target, "__self__", None)
         if isinstance(owner, str):

@@ -16,13 +16,13 @@ SINGLE_WORD, LSTRIP, RSTRIP, SPECIAL = 1, 2, 4, 8
 
 
 def make_core(spec: Spec) -> Core:
-    left, right, merged = spec.merges
+    merges = spec.merges
     return Core(
         tokens=spec.keys,
-        left=left,
-        right=right,
-        merged=merged,
-        rank=spec.ranks,
+        left=merges.left,
+        right=merges.right,
+        merged=merges.merged,
+        rank=merges.rank,
         byte_ids=spec.byte_ids,
         byte_level=spec.byte_level,
         byte_fallback=spec.byte_fallback,

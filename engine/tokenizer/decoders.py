@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.errors import TokenizerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
 
@@ -150,16 +150,12 @@ class PieceStream:
         return text
 
 
-def byte_pieces(texts: Sequence[str | None], char_to_byte: dict[str, int]) -> list[bytes | None]:
+def byte_pieces(texts: Sequence[str | None], to_bytes: Callable[[str], bytes | None]) -> list[bytes | None]:
     """ByteLevel: the bytes of each token. A token with any character outside the byte alphabet stands for its UTF-8."""
     pieces: list[bytes | None] = []
     for text in texts:
-        if text is None:
-            pieces.append(None)
-        elif all(char in char_to_byte for char in text):
-            pieces.append(bytes(char_to_byte[char] for char in text))
-        else:
-            pieces.append(text.encode())
+        piece = None if text is None else to_bytes(text)
+        pieces.append(text.encode() if piece is None and text is not None else piece)
     return pieces
 
 

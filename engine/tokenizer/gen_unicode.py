@@ -44,7 +44,7 @@ def probe_classes() -> dict[str, set[int]]:
 
 
 def probe_nfc() -> tuple[dict[int, str], dict[str, int], dict[int, int]]:
-    """(full canonical decomposition, pair of characters -> composite, combining class). Hangul is left to arithmetic."""
+    """(full canonical decomposition, pair -> composite, combining class). Hangul syllables are left to arithmetic."""
     from tokenizers import normalizers
 
     nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
@@ -115,7 +115,8 @@ def main() -> None:
     }
     (HERE / "_unicode.json").write_text(json.dumps(data, ensure_ascii=True, separators=(",", ":")) + "\n")
 
-    text, index = [], []
+    text: list[int] = []
+    index: list[tuple[int, int, int]] = []
     for c, full in sorted(decomposed.items()):
         index.append((c, len(text), len(full)))
         text.extend(ord(part) for part in full)

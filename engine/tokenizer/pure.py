@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -102,8 +103,8 @@ class PureEncoder:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.flags = char_flags()
-        left, right, merged = spec.merges
-        self.pairs = {(a, b): (rank, m) for a, b, m, rank in zip(left, right, merged, spec.ranks, strict=True)}
+        m = spec.merges
+        self.pairs = {(a, b): (r, new) for a, b, new, r in zip(m.left, m.right, m.merged, m.rank, strict=True)}
         self.words = {key: token_id for token_id, key in enumerate(spec.keys) if key is not None}
         self.raw = {t.content: t for t in reversed(spec.added) if not t.normalized}
         self.normalized = {self.normalize(t.content): t for t in reversed(spec.added) if t.normalized}
@@ -301,7 +302,7 @@ class PureEncoder:
         after = list(range(1, size + 1))
         before = list(range(-1, size - 1))
         alive = [True] * size
-        heap = [(*self.pairs[pair], i, *pair) for i, pair in enumerate(zip(ids, ids[1:])) if pair in self.pairs]
+        heap = [(*self.pairs[pair], i, *pair) for i, pair in enumerate(itertools.pairwise(ids)) if pair in self.pairs]
         heapq.heapify(heap)
         while heap:
             _, merged, at, left, right = heapq.heappop(heap)

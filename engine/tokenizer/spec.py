@@ -61,6 +61,16 @@ class NormalizerStep:
     to: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Merges:
+    """Columns of equal length: ids left and right become `merged`; the lowest `rank` goes first."""
+
+    left: array[int]
+    right: array[int]
+    merged: array[int]
+    rank: array[int]
+
+
 @dataclass(slots=True)
 class Spec:
     """Everything that decides ids. Token ids are indices of `texts` and `keys`; holes are None."""
@@ -68,8 +78,7 @@ class Spec:
     texts: list[str | None]  # as in the file; added tokens included
     keys: list[bytes | None]  # bytes of a pre-token that the BPE vocabulary matches; None for added-only tokens
     vocab: dict[str, int]  # BPE vocabulary only
-    merges: tuple[array[int], array[int], array[int]]  # left, right, merged id; the index is not the rank
-    ranks: array[int]
+    merges: Merges
     skipped_merges: int
     byte_level: bool
     byte_ids: array[int]  # 256: id of a single byte (byte level) or of <0xNN> (byte fallback); -1 = none
@@ -99,7 +108,21 @@ def bytes_to_chars() -> dict[int, str]:
     return table
 
 
-CHAR_TO_BYTE = {char: byte for byte, char in bytes_to_chars().items()}
+def _translation() -> dict[int, str]:
+    """For str.translate: byte alphabet -> U+0000..U+00FF; other characters below U+0100 -> one that Latin-1 lacks."""
+    table = {ord(char): chr(byte) for byte, char in bytes_to_chars().items()}
+    return {c: "\uffff" for c in range(256) if c not in table} | table
+
+
+_TRANSLATION = _translation()
+
+
+def byte_level_bytes(text: str) -> bytes | None:
+    """The bytes that a byte-level token stands for; None if a character is not of the byte alphabet."""
+    try:
+        return text.translate(_TRANSLATION).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,7 +134,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise TokenizerError(f"cannot read {path}: {e.strerror}") from e
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise TokenizerError(f"{path.name} is not valid JSON: {e}") from e
-    return expect(data, dict, path.name)
+    if not isinstance(data, dict):
+        raise TokenizerError(f"{path.name} must hold a JSON object, not {type(data).__name__}")
+    return data
 
 
 def expect(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
@@ -144,7 +169,7 @@ def load_spec(data: dict[str, Any]) -> Spec:
         texts[token_id] = text
     for token in added:
         texts[token.id] = token.content
-    merges, ranks, skipped = _read_merges(model, vocab)
+    merges, skipped = _read_merges(model, vocab)
     byte_fallback = bool(model.get("byte_fallback") or False)
     unk = model.get("unk_token")
     if unk is not None and unk not in vocab:
@@ -154,7 +179,6 @@ def load_spec(data: dict[str, Any]) -> Spec:
         keys=[],
         vocab=vocab,
         merges=merges,
-        ranks=ranks,
         skipped_merges=skipped,
         byte_level=False,
         byte_ids=array("i", [-1] * 256),
@@ -179,36 +203,42 @@ def load_spec(data: dict[str, Any]) -> Spec:
 
 def _read_vocab(model: dict[str, Any]) -> dict[str, int]:
     vocab = expect(model.get("vocab"), dict, "model.vocab")
-    for text, token_id in vocab.items():
-        expect(token_id, int, f"model.vocab[{text[:40]!r}]")
-        if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise TokenizerError(
-                f"tokenizer.json: model.vocab[{text[:40]!r}] = {token_id} is outside 0..{MAX_TOKEN_ID}"
-            )
+    if not set(map(type, vocab.values())) <= {int}:
+        raise TokenizerError("tokenizer.json: model.vocab holds an id that is not an integer")
+    if vocab and not (min(vocab.values()) >= 0 and max(vocab.values()) <= MAX_TOKEN_ID):
+        raise TokenizerError(f"tokenizer.json: model.vocab holds an id outside 0..{MAX_TOKEN_ID}")
     return dict(vocab)
 
 
-def _read_merges(model: dict[str, Any], vocab: dict[str, int]) -> tuple[Any, array[int], int]:
+def _read_merges(model: dict[str, Any], vocab: dict[str, int]) -> tuple[Merges, int]:
     """Both file forms: "a b" and ["a", "b"]. An entry that is not a pair of known tokens keeps its rank but is skipped
-    (some published files hold such entries; they can never apply)."""
+    (some published files hold such entries; they can never apply). Returns the merges and how many were skipped."""
     raw = expect(model.get("merges", []), list, "model.merges")
     if len(raw) > MAX_MERGES:
         raise TokenizerError(f"tokenizer.json: more than {MAX_MERGES} merges")
-    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    pairs: dict[int, int] = {}  # packed integers: a tuple per merge would keep the garbage collector busy for seconds
     skipped = 0
     for rank, entry in enumerate(raw):
-        parts = entry.split(" ") if isinstance(entry, str) else entry
-        if not (isinstance(parts, list) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
+        try:
+            left, right = entry.split(" ") if isinstance(entry, str) else _as_pair(entry)
+            # Of duplicates the last one counts, as in `tokenizers`.
+            pairs[vocab[left] << 32 | vocab[right]] = rank << 32 | vocab[left + right]
+        except (ValueError, KeyError):
             skipped += 1
-            continue
-        left, right, merged = vocab.get(parts[0]), vocab.get(parts[1]), vocab.get(parts[0] + parts[1])
-        if left is None or right is None or merged is None or not parts[0] or not parts[1]:
-            skipped += 1
-            continue
-        pairs[left, right] = (rank, merged)  # of duplicates the last one counts, as in `tokenizers`
-    columns = (array("I", (k[0] for k in pairs)), array("I", (k[1] for k in pairs)))
-    merged_ids = array("I", (v[1] for v in pairs.values()))
-    return (*columns, merged_ids), array("I", (v[0] for v in pairs.values())), skipped
+    low = (1 << 32) - 1
+    return Merges(
+        left=array("I", [key >> 32 for key in pairs]),
+        right=array("I", [key & low for key in pairs]),
+        merged=array("I", [value & low for value in pairs.values()]),
+        rank=array("I", [value >> 32 for value in pairs.values()]),
+    ), skipped
+
+
+def _as_pair(entry: Any) -> tuple[str, str]:
+    match entry:
+        case [str(left), str(right)]:
+            return left, right
+    raise ValueError("not a pair of strings")
 
 
 def _flatten(section: Any, name: str, items: str) -> list[dict[str, Any]]:
@@ -323,10 +353,7 @@ def _index_bytes(spec: Spec) -> None:
     """Fill `keys` and `byte_ids`. Byte level: a key is the bytes its characters stand for."""
     keys: list[bytes | None] = [None] * len(spec.texts)
     for text, token_id in spec.vocab.items():
-        if not spec.byte_level:
-            keys[token_id] = text.encode()
-        elif all(char in CHAR_TO_BYTE for char in text):
-            keys[token_id] = bytes(CHAR_TO_BYTE[char] for char in text)
+        keys[token_id] = byte_level_bytes(text) if spec.byte_level else text.encode()
     if "" in spec.vocab:
         keys[spec.vocab[""]] = None
     spec.keys = keys
@@ -345,4 +372,4 @@ def _runs_are_independent(spec: Spec) -> bool:
     inside = re.compile(f"[^{META}]{META}")
     if spec.byte_level or -1 in spec.byte_ids:
         return False
-    return not any(inside.search(spec.texts[token_id] or "") for token_id in spec.merges[2])
+    return not any(inside.search(spec.texts[token_id] or "") for token_id in spec.merges.merged)

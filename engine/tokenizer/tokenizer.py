@@ -10,7 +10,7 @@ from engine.errors import TextError, TokenizerError
 from engine.tokenizer import decoders
 from engine.tokenizer.chat import ChatTemplates, named_tokens
 from engine.tokenizer.pure import PureEncoder
-from engine.tokenizer.spec import CHAR_TO_BYTE, Spec, load_spec, read_json
+from engine.tokenizer.spec import Spec, byte_level_bytes, load_spec, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Tokenizer:
         self._bytes: list[bytes | None] = []
         self._pieces: list[str | int | None] = []
         if spec.decoder.kind == "byte_level":
-            self._bytes = decoders.byte_pieces(spec.texts, CHAR_TO_BYTE)
+            self._bytes = decoders.byte_pieces(spec.texts, byte_level_bytes)
         else:
             self._pieces = decoders.text_pieces(spec.texts, spec.decoder)
 

@@ -219,6 +219,11 @@ def _extra_tensor(writer: gguf.GGUFWriter) -> None:
 REFUSED_METADATA: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "extra tensor": (_extra_tensor, "rope_freqs.weight"),
     "rope scaling": (lambda w: w.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor"),
+    "sliding window": (lambda w: w.add_sliding_window(4096), "llama.attention.sliding_window"),
+    "another scale": (lambda w: w.add_logit_scale(0.5), "llama.logit_scale"),
+    "future key": (lambda w: w.add_float32("llama.future", 1.0), "llama.future"),
+    "more stop tokens": (lambda w: w.add_eot_token_id(3), "tokenizer.ggml.eot_token_id"),
+    "several templates": (lambda w: w.add_string("tokenizer.chat_template.tool_use", "x"), "chat_template.tool_use"),
     "experts": (lambda w: w.add_expert_count(8), "llama.expert_count"),
     "partial rotation": (lambda w: w.add_rope_dimension_count(8), "8 dimensions rotated"),
     "adds BOS": (lambda w: w.add_add_bos_token(True), "adds BOS"),

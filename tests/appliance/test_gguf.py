@@ -109,6 +109,17 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             GgufFile(path)
 
 
+def test_the_head_is_bounded_whatever_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A huge file must not make the reader build a huge vocabulary in memory."""
+    monkeypatch.setattr("appliance.gguf.MAX_HEAD_BYTES", 4096)
+    path = tmp_path / "big.gguf"
+    for count, limit in ((1000, "elements of 'a', more than"), (400, "the head ends at 4096")):
+        strings = string("x" * 20) * count
+        path.write_bytes(head(0, 1) + pair("a", 9, struct.pack("<IQ", 8, count)) + strings)
+        with pytest.raises(GgufError, match=limit):
+            GgufFile(path)
+
+
 def _flip(raw: bytearray, rng: random.Random) -> None:
     raw[rng.randrange(len(raw))] = rng.randrange(256)
 

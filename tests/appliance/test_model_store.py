@@ -199,6 +199,14 @@ def fifo(name: str) -> Callable[[Path], None]:
     return change
 
 
+def loop(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).symlink_to(name)
+
+    return change
+
+
 SHARD = "model-00001-of-00002.safetensors"
 REFUSED: dict[str, tuple[int, Callable[[Path], None], str]] = {
     "no config": (1, unlink("config.json"), "has no config.json"),
@@ -212,6 +220,12 @@ REFUSED: dict[str, tuple[int, Callable[[Path], None], str]] = {
     "config no type": (1, write("config.json", "{}"), "config.json has no 'model_type'"),
     "weights a FIFO": (1, fifo("model.safetensors"), "model.safetensors is not a regular file"),
     "template a FIFO": (1, lambda path: os.mkfifo(path / "chat_template.jinja"), "chat_template.jinja is no regular"),
+    "config a loop": (1, loop("config.json"), "config.json"),
+    "config a directory": (
+        1,
+        lambda path: (unlink("config.json")(path), (path / "config.json").mkdir())[0],
+        "config.json",
+    ),
     "config a FIFO": (1, fifo("config.json"), "config.json is not a regular file"),
     "tokenizer": (1, write("tokenizer.json", "{}"), "tokenizer.json has no 'model'"),
     "tokenizer config": (1, write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
@@ -262,8 +276,10 @@ def test_hints_for_common_mistakes(store: ModelStore, tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         store.add(ggufs)
     assert "GGUF" in (caught.value.hint or "")
-    with pytest.raises(StoreError, match="is not a directory"):
-        store.add(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for wrong in ("nowhere", "loop", "pickled/config.json"):
+        with pytest.raises(StoreError, match="is not a directory"):
+            store.add(tmp_path / wrong)
     store.add(make_hf_dir(tmp_path / "good"), "m")
     with pytest.raises(StoreError, match="inside the model store"):
         store.add(store.path("m"), "again")
@@ -576,6 +592,11 @@ def test_missing_permissions_are_explained(public_dir: Path) -> None:
             assert str(bad) in caught.value.message and caught.value.hint
         with pytest.raises(StoreError, match="Permission denied"):
             ModelStore(sealed).add(readable, "n")
+        for operation in (lambda: ModelStore(closed / "x").add(readable), lambda: ModelStore(root).add(closed / "x")):
+            with pytest.raises(StoreError, match="Permission denied"):
+                operation()
+        with pytest.raises(StoreError, match="Permission denied"):
+            ModelStore(closed).list()
         # Reading works for every user, even where the note of the verification cannot be written.
         result = ModelStore(sealed).verify("m")
         assert result.ok and (os.geteuid() != 65534 or result.verified_at is None)

@@ -105,6 +105,14 @@ def test_hash_collisions_never_share_a_page(monkeypatch: pytest.MonkeyPatch, dig
     world.assert_empty()
 
 
+def test_salts_are_compared_and_not_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_module, "root_digest", lambda salt: b"the same for every tenant")
+    pool = KVCache(8)
+    computed(pool, 1, [1] * 257, salt="a")
+    assert len(pool.match(Sequence(2, [1] * 257, max_tokens=1, cache_salt="a"), 2)[0]) == 2
+    assert pool.match(Sequence(3, [1] * 257, max_tokens=1, cache_salt="b"), 2)[0] == []
+
+
 def test_a_child_is_not_reached_through_a_recomputed_parent_of_other_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """X and Y collide. Y's child is cached behind Y; after Y is evicted and X takes its place in the index, a prompt
     X + child must not hit the child of Y."""

@@ -109,6 +109,8 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         )
         assert poisoned[0] == 500
         assert "nan" in poisoned[1]["error"]["message"].lower()
+        where = poisoned[1]["error"]["where"]
+        assert (where["op"], where["position"]) == ("embed", 2)  # that is where the poison sits
         assert other[0] == 200
         assert neighbour[0] == alone[0] == 200
         assert neighbour[1]["choices"] == alone[1]["choices"]
@@ -147,6 +149,26 @@ async def test_disconnected_clients_free_their_pages(server: Server) -> None:
             assert time.monotonic() < deadline, "pages of a client that left were not freed"
             await asyncio.sleep(0.05)
         assert await server.metric(session, "appliance_requests_running") == 0
+
+
+async def test_echo_scores_the_prompt_and_generates_nothing(server: Server) -> None:
+    """echo + max_tokens 0 + logprobs (vllm#6521 crashed): one logprob a prompt token, the first null, none too many;
+    the same bits as when each of those tokens is generated after its prefix (forced by logit_bias)."""
+    prompt = [1, 2, 3, 200, 5, 99]
+    async with aiohttp.ClientSession() as session:
+        status, scored = await complete(session, server, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+        assert status == 200
+        got = scored["choices"][0]["logprobs"]["token_logprobs"]
+        forced = [
+            await complete(
+                session, server, prompt=prompt[:i], max_tokens=1, logprobs=1, logit_bias={str(prompt[i]): 100}
+            )
+            for i in range(1, len(prompt))
+        ]
+        expected = [answer["choices"][0]["logprobs"]["token_logprobs"][0] for _, answer in forced]
+        assert got == [None, *expected]
+        assert scored["usage"]["completion_tokens"] == 0
+        assert scored["choices"][0]["finish_reason"] == "length"
 
 
 def start_and_fail(*arguments: str) -> str:

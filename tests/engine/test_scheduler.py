@@ -409,6 +409,45 @@ def test_a_resumed_sequence_reuses_what_is_still_cached_and_reports_the_first_hi
     world.assert_empty()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_sequence_comes_back_before_later_arrivals_of_its_bucket(depth: int) -> None:
+    world = World(config(max_batch_seqs=3, max_model_len=800), num_pages=9, depth=depth)
+    for seq_id in range(8):
+        world.add(Sequence(seq_id, prompt(120, start=seq_id * 200), max_tokens=500))
+    world.drain()
+    world.assert_empty()
+    assert world.scheduler.stats.preemptions > 0
+    not_running = set(range(8))
+    for kind, seq_id in world.log:
+        if kind == "admitted":
+            assert seq_id == min(not_running), "the oldest that waits goes first"
+            not_running.remove(seq_id)
+        elif kind == "preempted":
+            not_running.add(seq_id)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_resumed_sequence_stays_for_a_page_of_steps(depth: int) -> None:
+    world = World(config(max_model_len=1000, watermark_pages=0), num_pages=12, depth=depth)
+    for seq_id in range(5):
+        world.add(Sequence(seq_id, prompt(100 + 13 * seq_id, start=seq_id * 200), max_tokens=600))
+    resumed: dict[int, int] = {}
+    running = dict.fromkeys(range(5), False)
+    stays = []
+    while world.scheduler.has_work:
+        assert world.step()
+        for seq_id, seq in world.sequences.items():
+            now_running = seq.state.value == "running"
+            if seq.num_preemptions and now_running and not running[seq_id]:
+                resumed[seq_id] = world.steps
+            if running[seq_id] and not now_running and not seq.finished and seq_id in resumed:
+                stays.append(world.steps - resumed[seq_id])
+            running[seq_id] = now_running
+    world.assert_empty()
+    assert resumed
+    assert all(stay >= PAGE_TOKENS - 2 for stay in stays), stays
+
+
 # ---- the contract with the engine loop -------------------------------------------------------------------------------
 
 

@@ -89,7 +89,10 @@ def _npm(name: str) -> Path:
 
 # ---- the corpus -----------------------------------------------------------------------------------------------------
 
-SPACES = " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2009\u200a\u2028\u2029\u202f\u205f\u3000\u180e\u200b\ufeff"
+SPACES = (
+    " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+    "\u180e\u200b\ufeff"  # not white space, though they look like it
+)
 CONTRACTIONS = ["'s", "'S", "'\u017f", "'t", "'T", "'re", "'RE", "'rE", "'ve", "'VE", "'m", "'M", "'ll", "'LL", "'lL",
                 "'d", "'D", "'\u212a", "\u2019s", "''s", "'", "'x", "'l", "'r", "'v", "'é", "'1", "' s"]  # fmt: skip
 EMOJI = ["😀", "👨‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪🇫🇷", "❤️", "1️⃣", "🫠", "☠️", "🧑🏿‍🚀"]
@@ -99,11 +102,55 @@ SCRIPTS = [(0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x590, 
            (0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xE000, 0xF8FF), (0xF900, 0xFFFD),
            (0x10000, 0x16FFF), (0x1D100, 0x1D7FF), (0x1E000, 0x1FAFF), (0x20000, 0x323AF), (0xE0000, 0xE01EF),
            (0xF0000, 0x10FFFF)]  # fmt: skip
-CODE = ["def f(x):\n    return x**2  # ok\n", "for(int i=0;i<n;++i){\n\t\ta[i]+=b[i];\n}\r\n", "<div class=\"a\">&amp;</div>",
-        "SELECT * FROM t WHERE a>=10 AND b<>'x';", "\\frac{1}{2}", "#include <stdio.h>\n\n\n", "x=>{return!y}", "0x1F600",
-        "https://example.org/a?b=c&d=%20#e", "a_b__c-d--e", "$HOME/${x:-y}", "\"\"\"doc\"\"\"", "====\n----\n"]  # fmt: skip
-WORDS = ("the of and hello world don't it's we'll THEY'RE naïve Straße œuvre İstanbul ﬁne ½ ² Ⅷ ٣٤ 一二三 你好 こんにちは "
-         "안녕하세요 สวัสดี नमस्ते שלום مرحبا Привет Ελλάδα e\u0301 A\u030a \u1100\u1161\u11a8 ǆ").split()  # fmt: skip
+CODE = [
+    "def f(x):\n    return x**2  # ok\n",
+    "for(int i=0;i<n;++i){\n\t\ta[i]+=b[i];\n}\r\n",
+    '<div class="a">&amp;</div>',
+    "SELECT * FROM t WHERE a>=10 AND b<>'x';",
+    "\\frac{1}{2}",
+    "#include <stdio.h>\n\n\n",
+    "x=>{return!y}",
+    "0x1F600",
+    "https://example.org/a?b=c&d=%20#e",
+    "a_b__c-d--e",
+    "$HOME/${x:-y}",
+    '"""doc"""',
+    "====\n----\n",
+]
+WORDS = [
+    *(
+        "the",
+        "of",
+        "and",
+        "hello",
+        "world",
+        "don't",
+        "it's",
+        "we'll",
+        "THEY'RE",
+        "naïve",
+        "Straße",
+        "œuvre",
+        "İstanbul",
+    ),
+    *(
+        "ﬁne",
+        "½",
+        "²",
+        "Ⅷ",
+        "٣٤",
+        "一二三",
+        "你好",
+        "こんにちは",
+        "안녕하세요",
+        "สวัสดี",
+        "नमस्ते",
+        "שלום",
+        "مرحبا",
+        "Привет",
+    ),
+    *("Ελλάδα", "e\u0301", "A\u030a", "\u1100\u1161\u11a8", "ǆ"),
+]
 
 
 def random_char(rng: random.Random) -> str:
@@ -141,7 +188,7 @@ def random_text(rng: random.Random, specials: list[str]) -> str:
             case 9:
                 parts.append("".join(rng.choices("!?.,;:-_()[]{}<>|/\\\"'`~@#$%^&*+=", k=rng.randint(1, 6))))
             case 10:
-                parts.append("<0x%02X>" % rng.randrange(256))
+                parts.append(f"<0x{rng.randrange(256):02X}>")
             case _:
                 parts.append(rng.choice(["", " "]) + rng.choice(WORDS))
     return "".join(parts)
@@ -171,6 +218,5 @@ def hostile_texts(size: int) -> dict[str, str]:
         "Ohm signs": "\u2126" * size,
         "U+2581": "\u2581" * size,
         "unassigned": "\U000e0fff" * size,
-        "distinct words": " ".join("%x" % rng.getrandbits(60) for _ in range(size // 16)),
+        "distinct words": " ".join(f"{rng.getrandbits(60):x}" for _ in range(size // 16)),
     }
-
