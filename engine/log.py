@@ -7,6 +7,7 @@ journald protocol: systemd.io/JOURNAL_NATIVE_PROTOCOL.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -45,11 +46,18 @@ def record_fields(record: logging.LogRecord) -> dict[str, Any]:
     return out
 
 
+def _encode(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value, enc_hook=repr)
+    except UnicodeEncodeError:  # a lone surrogate out of stray bytes: keep it, escaped
+        return json.dumps(value, default=repr).encode()
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line; a newline inside a value is escaped, so that a client cannot forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return msgspec.json.encode(record_fields(record), enc_hook=repr).decode()
+        return _encode(record_fields(record)).decode()
 
 
 class JournalHandler(logging.Handler):
@@ -87,7 +95,7 @@ def journal_datagram(record: logging.LogRecord, identifier: str) -> bytes:
     entry.update({"APPLIANCE_" + _field_name(key): value for key, value in fields.items()})
     out = bytearray()
     for key, value in entry.items():
-        data = value.encode("utf-8", "replace") if isinstance(value, str) else msgspec.json.encode(value, enc_hook=repr)
+        data = value.encode("utf-8", "replace") if isinstance(value, str) else _encode(value)
         if b"\n" in data:
             out += key.encode() + b"\n" + len(data).to_bytes(8, "little") + data + b"\n"
         else:

@@ -8,7 +8,7 @@ import logging
 from aiohttp import web
 
 from engine.api.body import read_json
-from engine.api.errors import ApiError, from_engine
+from engine.api.errors import ApiError, bad_request, from_engine
 from engine.api.openai import json_response
 from engine.api.probes import state
 from engine.api.schema import DrainRequest, GoldenRequest
@@ -59,6 +59,9 @@ async def checksum(request: web.Request) -> web.Response:
 async def _control(request: web.Request, op: str) -> web.Response:
     service = request.app[SERVICE]
     body = await read_json(request, GoldenRequest)
+    for name in body.args or {}:
+        if not name.isidentifier() or name in ("self", "op", "timeout_seconds"):
+            raise bad_request(f"`args` may not hold `{name[:64]}`", "args")
     try:
         async with asyncio.timeout(service.config.timeouts.control):
             result = await service.client.control(op, **(body.args or {}))

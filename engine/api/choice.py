@@ -6,6 +6,7 @@ offsets) tokens are taken one by one.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.api.sampling import Plan
-    from engine.api.service import Service
+    from engine.api.service import Service, StopMatcher
     from engine.messages import Tokens
     from engine.types import TokenLogprob
 
@@ -49,7 +50,10 @@ class Choice:
         "stop_reason",
     )
 
-    def __init__(self, service: Service, plan: Plan, index: int, offset: int = 0) -> None:
+    def __init__(
+        self, service: Service, plan: Plan, index: int, offset: int = 0, matcher: StopMatcher | None = None
+    ) -> None:
+        """`matcher` is copied, so that the choices of a request share its tables and not its state."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -58,7 +62,7 @@ class Choice:
         self.kept: list[str] | None = [] if service.config.log_prompts else None  # the whole text, for the log
         self._plan = plan
         self._detokenizer = service.make_detokenizer(service.tokenizer, skip_special_tokens=plan.skip_special_tokens)
-        self._matcher = service.make_stop_matcher(plan.stops) if plan.stops else None
+        self._matcher = copy.copy(matcher)
         self._step_by_step = bool(plan.stops) or plan.params.logprobs is not None
         self._offset = offset  # characters before the next token in the text of this choice
         self._delta = Delta()

@@ -86,12 +86,11 @@ class Connection(RequestHandler):
         self._refuse_greedy_pipelining()
 
     def _refuse_greedy_pipelining(self) -> None:
-        """While reading is paused a disconnect is not seen. So a client that pipelines so much behind a generating
+        """While reading is paused a disconnect is not seen. So a client that sends so much behind a generating
         request that its connection has to be paused is cut off, and the request's pages are free at once."""
         request = self._current_request
         if (
-            self._messages
-            and (self._buffer_paused or self._reading_paused)
+            (self._buffer_paused or self._reading_paused)
             and (context := _context(request)) is not None
             and context.run is not None
             and self.transport is not None

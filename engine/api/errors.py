@@ -10,6 +10,8 @@ from aiohttp import web
 
 from engine.errors import AdmissionError, EngineDead, EngineError, QueueFull, TemplateError, TextError
 
+SERVER = "appliance"  # instead of the versions of our libraries
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -24,6 +26,11 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
+
+
+def _clean(text: str) -> str:
+    """What a client sent may hold stray bytes (lone surrogates here), which no JSON can carry."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 class ApiError(Exception):
@@ -41,7 +48,8 @@ class ApiError(Exception):
         where: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _clean(message), _clean(param) if param is not None else None
         self.headers = dict(headers or {})
         self.where = where
 
@@ -57,7 +65,7 @@ class ApiError(Exception):
             status=self.status,
             body=msgspec.json.encode(self.body(), enc_hook=str),
             content_type="application/json",
-            headers=self.headers,
+            headers={"Server": SERVER} | self.headers,
         )
 
 

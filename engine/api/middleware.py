@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import secrets
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from engine.api.auth import bearer
-from engine.api.errors import ApiError, bad_request, from_engine
+from engine.api.errors import SERVER, ApiError, bad_request, from_engine
 from engine.api.routes import ROUTES, Access, Route
 from engine.api.service import CONTEXT, SERVICE, Context
 from engine.errors import EngineError
@@ -54,6 +55,7 @@ async def _answer(service: Service, request: web.Request, handler: Handler, vali
     try:
         if not valid:
             raise bad_request(f"`{ID_HEADER}` must be 1 to 128 of A-Z a-z 0-9 . _ : / + = @ -", ID_HEADER)
+        _check_host(service, request)
         authorize(service, request)
         response = await handler(request)
     except ApiError as exc:
@@ -85,8 +87,32 @@ def _refused(request: web.Request, error: ApiError) -> web.Response:
 
 async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
     """Streams send their headers before the middleware sees them."""
+    response.headers["Server"] = SERVER
     if CONTEXT in request:
         response.headers[ID_HEADER] = request[CONTEXT].request_id
+
+
+def _check_host(service: Service, request: web.Request) -> None:
+    """Without keys a web page could reach us through the browser of somebody on this host, by a domain name that it
+    points at 127.0.0.1 (DNS rebinding). So then only addresses, localhost and plain host names are served."""
+    if service.keys.configured or service.config.auth == "none" or _is_unix(request):
+        return
+    host = request.headers.get("Host", "")
+    name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    name = name.strip("[.").lower()
+    if "." not in name or name.endswith(".localhost") or _is_address(name):
+        return
+    raise ApiError(
+        403, f"the host name `{name[:100]}` is not served without keys; use an address, or configure keys", code="host"
+    )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def authorize(service: Service, request: web.Request) -> None:

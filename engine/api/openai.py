@@ -49,10 +49,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _completion_prompts(service: Service, body: CompletionRequest, plan: Plan, echo: bool) -> list[Prompt]:
     prompts = []
     parts = split_prompts(service, body.prompt)
+    total_chars = sum(len(part) for part in parts if isinstance(part, str))
+    special = body.add_special_tokens is not False
     for index, part in enumerate(parts):
         param = f"prompt[{index}]" if isinstance(body.prompt, list) and len(parts) > 1 else "prompt"
         if isinstance(part, str):
-            ids = await encode(service, part, add_special_tokens=body.add_special_tokens is not False, param=param)
+            ids = await encode(service, part, add_special_tokens=special, param=param, total_chars=total_chars)
         else:
             ids = part
         text = None

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from engine.api.service import Service
 
 _INLINE_IDS = 4096
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenize", "chat_template")
+_RESERVED = frozenset(
+    ("messages", "tools", "self", "tokenize", "chat_template", "add_generation_prompt")
+    + ("bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now")
+    + ("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "caller", "varargs", "kwargs")
+)
+"""Names that a request may not set in the template: our arguments, special tokens, and jinja's own globals."""
 
 
-async def encode(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids of `text`; 400 when there are none (an empty prompt and a tokenizer without BOS)."""
+async def encode(
+    service: Service, text: str, *, add_special_tokens: bool, param: str, total_chars: int = 0
+) -> list[int]:
+    """Token ids of `text`, one of several texts with `total_chars` together; 400 when there are none (an empty prompt
+    and a tokenizer without BOS)."""
     try:
-        if len(text) <= service.config.inline_encode_chars:
+        if max(len(text), total_chars) <= service.config.inline_encode_chars:
             ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = await service.offload(lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from engine.api.choice import Delta
     from engine.api.sampling import Plan
-    from engine.api.service import RequestHandle, Service
+    from engine.api.service import RequestHandle, Service, StopMatcher
 
 logger = logging.getLogger(__name__)
+_INLINE_STOP_CHARS = 256
 
 
 @dataclass(slots=True)
@@ -42,10 +43,11 @@ class Prompt:
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
     waits_for_logprobs: bool = False  # nothing is sent before the prompt's logprobs are here
+    open_choices: int = 0
 
     @property
     def done(self) -> bool:
-        return all(choice.done() for choice in self.choices)
+        return self.open_choices == 0
 
 
 class Run:
@@ -60,6 +62,7 @@ class Run:
         self._echo_logprobs = plan.params.logprobs is not None and any(p.echo is not None for p in prompts)
         self._handles: list[RequestHandle] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._matcher: StopMatcher | None = None
         self._wake = asyncio.Event()
         self._dirty: dict[int, Choice] = {}
         self._first_token = False
@@ -70,7 +73,14 @@ class Run:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Run:
-        self.service.check_ready()
+        service, stops = self.service, self.plan.stops
+        if stops:
+            # Built once for all choices (its tables are shared), and not on the event loop when the strings are long.
+            short = sum(map(len, stops)) <= _INLINE_STOP_CHARS
+            self._matcher = (
+                service.make_stop_matcher(stops) if short else await service.offload(service.make_stop_matcher, stops)
+            )
+        service.check_ready()
         try:
             self._submit()
         except EngineError as exc:
@@ -99,7 +109,8 @@ class Run:
         unique = secrets.token_hex(4)  # a client may use one X-Request-Id twice
         for number, prompt in enumerate(self.prompts):
             offset = len(prompt.echo) if prompt.echo is not None else 0
-            prompt.choices = [Choice(service, plan, index + i, offset) for i in range(plan.n)]
+            prompt.choices = [Choice(service, plan, index + i, offset, self._matcher) for i in range(plan.n)]
+            prompt.open_choices = plan.n
             index += plan.n
             prompt.waits_for_logprobs = self._echo_logprobs
             if prompt.echo is not None and not self._echo_logprobs:
@@ -177,6 +188,7 @@ class Run:
             self._observe_tokens(choice, len(message.token_ids))
         choice.feed(message)
         if choice.done():
+            prompt.open_choices -= 1
             if message.finish_reason is None:
                 handle.abort(message.index)  # a stop string: the engine does not know yet
             self.service.metrics.finished.labels(str(choice.finish_reason)).inc()

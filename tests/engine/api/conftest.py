@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 
 from engine.api.app import build_app
@@ -79,6 +80,12 @@ async def running(
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
         yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http, app)
+
+
+@pytest.fixture(scope="session")
+def event_loop_policy() -> uvloop.EventLoopPolicy:
+    """The loop that the product runs on."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

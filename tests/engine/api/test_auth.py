@@ -87,6 +87,9 @@ async def test_admin_routes(make_endpoint, keys):
     status, answer = await endpoint.post("/admin/golden", {"args": {"prompts": [1]}}, headers=admin)
     assert (status, answer) == (200, {"op": "golden", "result": {"hash": "abc"}})
     assert (await endpoint.post("/admin/checksum", {}, headers=admin))[0] == 200
+    for name in ("op", "self", "timeout_seconds", "a b"):
+        status, answer = await endpoint.post("/admin/golden", {"args": {name: 1}}, headers=admin)
+        assert (status, answer["error"]["param"]) == (400, "args")
     assert endpoint.client.controls == [("golden", {"prompts": [1]}), ("checksum", {})]
     assert (await endpoint.post("/admin/drain", {"reason": "maintenance"}, headers=admin))[0] == 200
     status, answer = await endpoint.post("/v1/completions", {"prompt": "x"}, headers=key("one"))

@@ -10,6 +10,8 @@ import struct
 
 import pytest
 
+from engine.log import JsonFormatter
+
 from .fakes import Script
 from .test_lifecycle import until
 
@@ -316,3 +318,64 @@ async def test_http_1_0_stream_ends_by_closing(endpoint):
     assert status_of(raw) == 200
     assert b"Transfer-Encoding" not in raw
     assert raw.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("data", [
+    b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"\r\n",
+    b"GET /v1/models/%ff\xff HTTP/1.1\r\n" + HOST + b"\r\n",
+    b"GET /livez HTTP/1.1\r\nX-Request-Id: \xff\r\n" + HOST + b"\r\n",
+    b"GET /livez HTTP/1.1\r\nAuthorization: Bearer \xff\r\n" + HOST + b"\r\n",
+    b"POST /infer HTTP/1.1\r\nContent-Type: \xff/json\r\nContent-Length: 2\r\n" + HOST + b"\r\n{}",
+    b"POST /infer HTTP/1.1\r\nContent-Type: application/json; charset=\xff\r\nContent-Length: 2\r\n" + HOST + b"\r\n{}",
+    b"POST /infer HTTP/1.1\r\nExpect: \xff\r\nContent-Type: application/json\r\nContent-Length: 2\r\nHost: x\r\n\r\n{}",
+    b"GET /livez HTTP/1.1\r\nHost: \xff.\xff\r\n\r\n",
+    b"\xff\xff /livez HTTP/1.1\r\n" + HOST + b"\r\n",
+])  # fmt: skip
+async def test_stray_bytes_in_the_head(endpoint, data, caplog):
+    """They come to Python as lone surrogates, which neither JSON nor the log can carry as they are."""
+    caplog.set_level("INFO")
+    raw = await exchange(endpoint, data, timeout=0.5)
+    assert status_of(raw) in (200, 400, 403, 404, 415, 417), raw
+    json.loads(raw.split(b"\r\n\r\n", 1)[1])
+    for entry in caplog.records:
+        json.loads(JsonFormatter().format(entry))
+    await alive(endpoint)
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c", b"foo"])
+async def test_upgrade_headers_change_nothing(make_endpoint, upgrade):
+    endpoint = await make_endpoint(timeouts={"body": 0.5})
+    extra = b"Connection: Upgrade\r\nUpgrade: " + upgrade + b"\r\n"
+    async with connected(endpoint) as (reader, writer):
+        writer.write(post(extra=extra))
+        status = status_of(await reader.readuntil(b"\r\n\r\n"))
+        assert status in (200, 400, 408)
+    await alive(endpoint)
+
+
+async def test_a_client_that_leaves_behind_an_upgrade_is_seen(make_endpoint):
+    endpoint = await make_endpoint(Script(never_answer=True), timeouts={"body": 0.5})
+    _, writer = await asyncio.open_connection(*endpoint.address[:2])
+    writer.write(post(body=LONG, extra=b"Connection: Upgrade\r\nUpgrade: websocket\r\n") + b"x" * 2_000_000)
+    await asyncio.sleep(0.1)
+    writer.close()
+    await until(lambda: not endpoint.client.running and endpoint.service.connections == 0)
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    (b"127.0.0.1:8000", 200), (b"localhost", 200), (b"LOCALHOST:1", 200), (b"[::1]:8000", 200), (b"[::1]", 200),
+    (b"10.1.2.3", 200), (b"gpu7", 200), (b"a.localhost", 200), (b"", 200), (b"evil.example:8000", 403),
+    (b"127.0.0.1.evil.example", 403), (b"localhost.evil.example.", 403), (b"EVIL.example", 403),
+])  # fmt: skip
+async def test_without_keys_foreign_host_names_are_refused(make_endpoint, host, status):
+    endpoint = await make_endpoint()
+    request = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n\r\n"
+    assert status_of(await exchange(endpoint, request)) == status
+    written_out = await make_endpoint(auth="none")
+    assert status_of(await exchange(written_out, request)) == 200
+
+
+async def test_no_versions_are_told(endpoint):
+    for request in (b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"nonsense\r\n\r\n"):
+        raw = await exchange(endpoint, request)
+        assert b"aiohttp" not in raw and b"Python" not in raw

@@ -158,7 +158,7 @@ def run_choice(ids, cuts, finish, **fields):
     service.client.ready = None
     service.client.state = "ready"
     plan = make_plan_for(service, **fields)
-    choice = Choice(service, plan, 0)
+    choice = Choice(service, plan, 0, 0, service.make_stop_matcher(plan.stops) if plan.stops else None)
     borders = [0, *sorted(cuts), len(ids)]
     text = ""
     for start, end in itertools.pairwise(borders):

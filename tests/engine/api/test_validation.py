@@ -104,6 +104,10 @@ async def test_completion_logprobs_at_the_limit(endpoint):
         ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"": 1}}, "chat_template_kwargs"),
     ],
 )
 async def test_chat_combinations(endpoint, fields, param):
