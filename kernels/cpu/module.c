@@ -298,15 +298,16 @@ static PyObject *py_attention(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (!kv->tokens) return finish(&a, 0);
     struct attn_block *blocks = malloc((size_t)kv->tokens * sizeof *blocks);
     if (!blocks) return finish(&a, ENOMEM);
-    /* About 32 rows of scores at a time, fewer when the context is so long that they would leave L2 by far. */
+    /* About 48 rows of scores at a time, in fours for the tiles; fewer when the context is so long that they would leave
+     * L2 by far. */
     int64_t group = kv->num_heads / kv->num_kv_heads, dp = (kv->head_dim + 7) / 8 * 8;
     int64_t longest = cut_blocks(kv, op.window, 1, blocks, &op.num_blocks);
-    int64_t by_rows = 32 / group, by_bytes = (1 << 21) / (4 * longest * group);
+    int64_t by_rows = 48 / group > 4 ? 48 / group / 4 * 4 : 48 / group, by_bytes = (1 << 21) / (4 * longest * group);
     op.max_block = by_rows < by_bytes ? by_rows : by_bytes;
     op.max_block = op.max_block < 1 ? 1 : op.max_block;
     longest = cut_blocks(kv, op.window, op.max_block, blocks, &op.num_blocks);
     op.heads_per_chunk = group < 32 ? group : 32;
-    if (op.num_blocks * kv->num_kv_heads < 4 * threads) op.heads_per_chunk = 1; /* a lone decode: spread the heads */
+    if (threads > 1 && op.num_blocks * kv->num_kv_heads < 4 * threads) op.heads_per_chunk = 1; /* a lone decode */
     op.splits = (group + op.heads_per_chunk - 1) / op.heads_per_chunk;
     op.score_stride = (longest + 7) / 8 * 8;
     op.out = out->buf, op.q = q->buf, op.blocks = blocks;
