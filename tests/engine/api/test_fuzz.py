@@ -12,6 +12,7 @@ import typing
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +116,7 @@ async def check(url, http, path, raw):
 @pytest.fixture(scope="module")
 def loop_and_endpoint():
     """One endpoint for all examples: what one request breaks, the next one sees."""
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     context = running(max_model_len=128, limits={"max_body_bytes": 100_000})
     endpoint = loop.run_until_complete(context.__aenter__())
     http = loop.run_until_complete(_session())
