@@ -17,7 +17,7 @@ from engine.api.service import CONTEXT, SERVICE
 
 T = TypeVar("T", bound=Request)
 
-_INLINE_BYTES = 64 << 10  # larger bodies are parsed off the event loop
+_INLINE_BYTES = 16 << 10  # larger bodies are parsed off the event loop
 _DEPTH_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)

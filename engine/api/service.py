@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.messages import Generate, Loading, Ready, Stats, Tokens
 
 R = TypeVar("R")
+_SLOW_STEPS = 4
 
 
 class RequestHandle(Protocol):
@@ -152,7 +153,10 @@ class Service:
                 return "loading", "the model is loading"
             return "loading", f"the model is loading ({100 * loading.done_bytes // loading.total_bytes} %)"
         silent = time.monotonic() - self.client.last_stats_at
-        if silent > self.config.timeouts.heartbeat:
+        stats = self.client.stats
+        # A large model on a slow CPU may need longer than the limit for one honest step.
+        longest = max(self.config.timeouts.heartbeat, _SLOW_STEPS * stats.step_seconds if stats is not None else 0.0)
+        if silent > longest:
             return "engine_silent", f"the engine has not reported for {silent:.0f} s"
         return None
 

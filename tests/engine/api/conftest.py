@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -82,10 +83,10 @@ async def running(
         yield Endpoint(client, tokenizer, app[SERVICE], addresses[0], http, app)
 
 
-@pytest.fixture(scope="session")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the product runs on."""
-    return uvloop.EventLoopPolicy()
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the loop that the product runs on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import aiohttp
 import openai
@@ -223,8 +224,9 @@ async def test_a_dead_engine_ends_the_server_with_1():
 
 PROGRAM = """
     import asyncio, sys
-    from api.conftest import FACTORIES, make_config
-    from api.fakes import ByteTokenizer, FakeClient, Script
+    import uvloop
+    from PACKAGE.conftest import FACTORIES, make_config
+    from PACKAGE.fakes import ByteTokenizer, FakeClient, Script
     from engine.api.server import run_server
 
     async def main():
@@ -233,17 +235,18 @@ PROGRAM = """
         return await run_server(client, ByteTokenizer(), config, host="127.0.0.1", port=0,
                                 on_listening=lambda a: print(a[0][1], flush=True), **FACTORIES)
 
-    sys.exit(asyncio.run(main()))
+    sys.exit(uvloop.run(main()))
 """
 
 
 @contextlib.asynccontextmanager
 async def process(drain):
-    here = os.path.dirname(os.path.abspath(__file__))
-    root = os.path.dirname(os.path.dirname(os.path.dirname(here)))
+    here = Path(__file__).resolve()
+    package = __name__.rpartition(".")[0]
+    path = f"{here.parents[3]}:{here.parents[package.count('.') + 1]}"
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(PROGRAM), str(drain),
-        env=os.environ | {"PYTHONPATH": f"{root}:{os.path.dirname(here)}"}, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-c", textwrap.dedent(PROGRAM).replace("PACKAGE", package), str(drain),
+        env=os.environ | {"PYTHONPATH": path}, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         port = int(await asyncio.wait_for(child.stdout.readline(), 30))

@@ -10,9 +10,13 @@ import struct
 
 import pytest
 
+from engine.api.app import build_app
+from engine.api.server import listening
+from engine.api.service import SERVICE
 from engine.log import JsonFormatter
 
-from .fakes import Script
+from .conftest import FACTORIES, make_config
+from .fakes import ByteTokenizer, FakeClient, Script
 from .test_lifecycle import until
 
 HOST = b"Host: x\r\n"
@@ -281,22 +285,25 @@ async def test_pipelining_that_would_hide_a_disconnect_ends_the_request(make_end
 # ---- readers that do not read ----------------------------------------------------------------------------------------
 
 
-async def test_a_stalled_reader_is_cut_off(make_endpoint):
-    endpoint = await make_endpoint(
-        Script(tokens_per_message=1000), max_model_len=40_000_000, timeouts={"stall": 0.3}
-    )  # fmt: skip
-    endpoint.client.script.reply = lambda msg, index: [97] * 30_000_000 if msg.params.max_tokens > 1 else [97]
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, endpoint.address[:2])
-    body = json.dumps({"prompt": "x", "max_tokens": 30_000_000, "stream": True}).encode()
-    await loop.sock_sendall(sock, post(body=body))
-    await until(lambda: endpoint.client.running)
-    await until(lambda: not endpoint.client.running, seconds=20)
-    sock.close()
-    await alive(endpoint)
+@pytest.mark.parametrize(
+    ("family", "stream", "size"),
+    [(socket.AF_INET, True, 30_000_000), (socket.AF_UNIX, True, 30_000_000), (socket.AF_UNIX, False, 1_000_000)],
+)  # on a Unix socket the kernel's TCP_USER_TIMEOUT does not help
+async def test_a_stalled_reader_is_cut_off(family, stream, size, tmp_path):
+    reply = [97] * size
+    client = FakeClient(Script(tokens_per_message=1000 if stream else size), max_model_len=40_000_000)
+    client.script.reply = lambda msg, index: reply
+    app = build_app(client, ByteTokenizer(), make_config(timeouts={"stall": 0.3}), **FACTORIES)
+    unix, loop = tmp_path / "s", asyncio.get_running_loop()
+    async with listening(app, host="127.0.0.1", unix_path=unix) as addresses:
+        with socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, addresses[0] if family == socket.AF_INET else str(unix))
+            body = json.dumps({"prompt": "x", "max_tokens": len(reply), "stream": stream}).encode()
+            await loop.sock_sendall(sock, post(body=body))
+            await until(lambda: client.submitted)
+            await until(lambda: not client.running and app[SERVICE].connections == 0, seconds=20)
 
 
 async def test_connections_are_capped(make_endpoint):

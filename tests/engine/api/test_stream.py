@@ -15,11 +15,12 @@ from engine.api.choice import Choice
 from engine.api.sampling import make_plan
 from engine.api.schema import CompletionRequest
 from engine.api.service import Service
-from engine.messages import Tokens
+from engine.messages import Ready, Tokens
+from engine.stop import StopMatcher
 from engine.types import FinishReason
 
 from .conftest import FACTORIES, make_config
-from .fakes import EOS, ByteTokenizer, FakeClient, Script
+from .fakes import EOS, ByteTokenizer, FakeClient, NaiveStopMatcher, Script
 
 COMPLETIONS = "/v1/completions"
 
@@ -152,9 +153,10 @@ async def test_stop_ends_one_choice_and_the_others_go_on(make_endpoint):
     assert endpoint.client.handles[0].aborts == [0]
 
 
-def run_choice(ids, cuts, finish, **fields):
+def run_choice(ids, cuts, finish, matcher=NaiveStopMatcher, **fields):
     """Feed `ids` to a choice in pieces cut at `cuts`; what it says in the end."""
-    service = Service(FakeClient.__new__(FakeClient), ByteTokenizer(), make_config(), **FACTORIES)
+    factories = FACTORIES | {"make_stop_matcher": matcher}
+    service = Service(FakeClient.__new__(FakeClient), ByteTokenizer(), make_config(), **factories)
     service.client.ready = None
     service.client.state = "ready"
     plan = make_plan_for(service, **fields)
@@ -172,8 +174,6 @@ def run_choice(ids, cuts, finish, **fields):
 
 
 def make_plan_for(service, **fields):
-    from engine.messages import Ready
-
     service.client.ready = Ready(
         kv_pages=1, max_model_len=512, vocab_size=272, weights_bytes=0, weights_checksum="", load_seconds=0, backend=""
     )
@@ -198,6 +198,7 @@ def test_the_cut_into_messages_changes_nothing(text, stops, min_tokens, include,
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=8))
     assert run_choice(ids, cuts, FinishReason.LENGTH, **fields) == whole
     assert run_choice(ids, range(1, len(ids)), FinishReason.LENGTH, **fields) == whole
+    assert run_choice(ids, cuts, FinishReason.LENGTH, matcher=StopMatcher, **fields) == whole  # the engine's own
     answer, reason, stop_reason, num_tokens = whole
     if min_tokens == 0 and not include:
         assert not any(stop in answer for stop in stops)
