@@ -2,8 +2,8 @@
 
 Frequencies follow transformers' modeling_rope_utils.py for the kinds default, linear, dynamic, llama3 and yarn, with a
 rounding to float32 after each operation, as there. That matters: at position p one unit in the last place of an inverse
-frequency is worth p times as much in the angle, and models were trained with these roundings (frequencies rounded once
-from float64 moved the logits at position 4,200 by 2e-4). Powers, cos and sin are taken in float64 and rounded.
+frequency is worth p times as much in the angle (frequencies rounded once from float64 moved the logits at position
+4,200 by 2e-4). Powers, cos and sin are correctly rounded.
 
 Dynamic NTK depends on the sequence length. transformers recomputes all frequencies when a sequence grows past
 original_max_position but keeps keys that were rotated with the old ones, so its answer depends on how the prompt was
@@ -18,6 +18,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.errors import ConfigError
 
@@ -45,9 +46,20 @@ def rope_table(config: RopeConfig, head_dim: int, max_position: int) -> tuple[Fl
         if config.kind == "dynamic" and stop > _original(config):
             inv_freq = np.stack([inverse_frequencies(config, head_dim, seq_len=p + 1) for p in range(start, stop)])
         angles = (positions[:, None] * inv_freq).astype(np.float64)
-        cos[start:stop] = np.cos(angles).astype(np.float32) * scaling
-        sin[start:stop] = np.sin(angles).astype(np.float32) * scaling
+        cos[start:stop] = _rounded(np.cos, angles) * scaling
+        sin[start:stop] = _rounded(np.sin, angles) * scaling
     return cos, sin
+
+
+def _rounded(function: np.ufunc, angles: npt.NDArray[np.float64]) -> Float32Array:
+    """function(angles) rounded correctly to float32, so that the table has the same bits with every numpy and libm:
+    where a last-place error in float64 could change the rounding, the value is taken again in long double."""
+    values: npt.NDArray[np.float64] = function(angles)
+    low: Float32Array = (values * (1 - 2.0**-49)).astype(np.float32)
+    high: Float32Array = (values * (1 + 2.0**-49)).astype(np.float32)
+    doubtful = low != high
+    low[doubtful] = function(angles[doubtful].astype(np.longdouble)).astype(np.float32)
+    return low
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, *, seq_len: int | None = None) -> Float32Array:
@@ -69,7 +81,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, *, seq_len: int | Non
 def _powers(theta: float, head_dim: int) -> Float32Array:
     """theta^(2i/D) (head_dim / 2,), both the exponent and the power rounded to float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return (float(theta) ** exponents.astype(np.float64)).astype(np.float32)
+    powers: Float32Array = (np.longdouble(theta) ** exponents.astype(np.longdouble)).astype(np.float32)
+    return powers
 
 
 def _reciprocal(powers: Float32Array) -> Float32Array:
