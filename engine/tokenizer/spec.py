@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import TokenizerError
 from engine.tokenizer.added import AddedToken, read_added_tokens
 from engine.tokenizer.decoders import Decoder, read_decoder
+from engine.tokenizer.unicode import nfc
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKEN_ID = (1 << 22) - 1  # bounds the id -> token table whatever ids a file claims
@@ -97,6 +98,25 @@ class Spec:
     added: list[AddedToken] = field(default_factory=list)
     template_prefix: list[int] = field(default_factory=list)
     template_suffix: list[int] = field(default_factory=list)
+
+    def normalize(self, text: str) -> str:
+        for step in self.normalizer:
+            if step.kind == 0:
+                text = step.text + text if text else text
+            elif step.kind == 1:
+                text = text.replace(step.text, step.to)
+            else:
+                text = nfc(text)
+        return text
+
+    def decoder_texts(self) -> list[str | None]:
+        """What the decoder sees for each id: of an added token with `normalized`, the normalized text, as in
+        `tokenizers`, so that decoding undoes what the normalizer did."""
+        texts = list(self.texts)
+        for token in self.added:
+            if token.normalized:
+                texts[token.id] = self.normalize(token.content)
+        return texts
 
 
 def bytes_to_chars() -> dict[int, str]:
