@@ -39,7 +39,10 @@ BYTE_FORMS: dict[str, dict[str, Any]] = {
     "no regex": {"pre_tokenizer": NO_REGEX},
     "gpt2 as Split": {"pre_tokenizer": sequence(split(GPT2_PATTERN), NO_REGEX)},
     **{f"max {n}": {"pre_tokenizer": sequence(split(p), NO_REGEX)} for p, n in SPLIT_PATTERNS.items()},
-    **{f"nfc {n}": {"normalizer": {"type": "NFC"}, "pre_tokenizer": sequence(split(p), NO_REGEX)} for p, n in SPLIT_PATTERNS.items()},
+    **{
+        f"nfc {n}": {"normalizer": {"type": "NFC"}, "pre_tokenizer": sequence(split(p), NO_REGEX)}
+        for p, n in SPLIT_PATTERNS.items()
+    },
     "digits": {"pre_tokenizer": sequence({"type": "Digits", "individual_digits": True}, BYTE_LEVEL)},
     "digit runs": {"pre_tokenizer": sequence({"type": "Digits", "individual_digits": False}, BYTE_LEVEL)},
     "ignore merges": {"model__ignore_merges": True},
@@ -100,7 +103,7 @@ def test_text_is_cut_before_spaces_only_where_that_cannot_change_ids(tmp_path: P
     assert load(tmp_path, tiny(byte_level=False)).spec.split is Split.META_RUNS
     data = tiny(byte_level=False)
     data["model"]["vocab"] |= {"t▁": 5000, "at▁": 5001}
-    data["model"]["merges"] = [["t", "▁"], ["a", "t▁"], *data["model"]["merges"]]
+    data["model"]["merges"] = ["t ▁", "a t▁", *data["model"]["merges"]]
     ours, theirs = both(tmp_path, data)
     assert ours.spec.split is Split.NONE
     text = "the cat sat on the flat mat "

@@ -1,17 +1,20 @@
-"""Tiny tokenizers trained with the `tokenizers` library on a fixed text, and the same file read by both libraries."""
+"""Tiny tokenizers trained on a fixed text, and the same file read by both libraries."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from engine.tokenizer import Tokenizer
+from engine.tokenizer.spec import bytes_to_chars
 
 TRAINING = [
     "the cat sat on the mat and the hat that the cat had sat on was flat",
@@ -21,31 +24,62 @@ TRAINING = [
 ]
 
 
+ALPHABET = bytes_to_chars()
+
+
+def _merges(words: Counter[tuple[str, ...]], count: int) -> list[tuple[str, str]]:
+    """Plain BPE training (Sennrich et al. 2016); ties go to the smaller pair, so that every run gives the same file."""
+    merges: list[tuple[str, str]] = []
+    while len(merges) < count:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, times in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += times
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        words = Counter({_joined(word, best): times for word, times in words.items()})
+    return merges
+
+
+def _joined(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    out: list[str] = []
+    at = 0
+    while at < len(word):
+        step = 2 if word[at : at + 2] == pair else 1
+        out.append("".join(word[at : at + step]))
+        at += step
+    return tuple(out)
+
+
 @cache
 def _trained(byte_level: bool) -> str:
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(unk_token=None if byte_level else "<unk>", byte_fallback=not byte_level)
-    )
-    special = [] if byte_level else ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    words = re.findall(r" ?[^ \n]+|\n+| +", "\n".join(TRAINING))
     if byte_level:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        base = list(ALPHABET.values())
+        split = Counter(tuple(ALPHABET[b] for b in word.encode()) for word in words)
     else:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
-        alphabet = []
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False, limit_alphabet=60
-    )
-    tokenizer.train_from_iterator(TRAINING * 3, trainer)
-    data = json.loads(tokenizer.to_str())
-    data["added_tokens"] = [t for t in data["added_tokens"] if not t["content"].startswith("<0x")]
-    if byte_level:
-        data["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    else:
-        data["pre_tokenizer"] = None
-        data["decoder"] = LLAMA_DECODER
-        data["model"]["fuse_unk"] = True
+        known = set("".join(TRAINING)) - set("好界é ") | {"▁"}
+        base = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *sorted(known)]
+        split = Counter(tuple(c for c in word.replace(" ", "▁") if c in base) for word in words)
+    merges = _merges(split, 300)
+    vocab = {token: at for at, token in enumerate(dict.fromkeys([*base, *(a + b for a, b in merges)]))}
+    special = [] if byte_level else [added(at, token, special=True) for at, token in enumerate(base[:3])]
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None if byte_level else "<unk>", "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": not byte_level, "byte_fallback": not byte_level, "ignore_merges": False,
+        "vocab": vocab, "merges": [f"{a} {b}" for a, b in merges],
+    }  # fmt: skip
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    data = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+        "normalizer": None if byte_level else {"type": "Sequence", "normalizers": [prepend, replace]},
+        "pre_tokenizer": step if byte_level else None, "post_processor": None,
+        "decoder": step if byte_level else LLAMA_DECODER, "model": model,
+    }  # fmt: skip
     return json.dumps(data)
 
 
