@@ -133,7 +133,7 @@ typedef int (*piece_function)(Core *, workspace *, const uint8_t *, size_t, int 
 /* Cuts s[0..end-1] at the tokens of `t` and gives the pieces between them to `piece`. */
 static int each_piece(Core *core, workspace *w, const trie *t, const uint8_t *s, size_t end, int parse_special,
                       int at_start, piece_function piece) {
-    size_t start = 0, at = 0;
+    size_t start = 0, at = 0, white_until = 0;
     while (t->nodes > 1 && at < end) {
         int64_t token = -1;
         size_t n;
@@ -143,10 +143,16 @@ static int each_piece(Core *core, workspace *w, const trie *t, const uint8_t *s,
         at = last; /* also when the flags reject the match: as in `tokenizers`, its text is used up */
         if (token & ADDED_SPECIAL && !parse_special) continue;
         if (token & ADDED_SINGLE_WORD && !stands_alone(s, first, last, end)) continue;
-        if (token & ADDED_LSTRIP)
+        if (token & ADDED_LSTRIP) {
             while (first > start && flags_at(s + char_before(s, first), &bytes) & UC_S) first = char_before(s, first);
-        if (token & ADDED_RSTRIP)
+            if (first < start) first = start;
+        }
+        if (token & ADDED_RSTRIP) {
+            if (last < white_until) last = white_until; /* known from the token before: never scanned twice */
             while (last < end && flags_at(s + last, &bytes) & UC_S) last += bytes;
+            white_until = last;
+        }
+        if (first >= last) continue; /* all of it is white space that an rstrip before took: as in `tokenizers` */
         if (start < first && piece(core, w, s + start, first - start, parse_special, at_start && !start)) return -1;
         if (ids_add(&w->ids, (uint32_t)(token >> 4))) return -1;
         start = last;

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 64 << 20
-MAX_WORK = 2_000_000  # loop rounds + calls of one render
+MAX_WORK = 500_000  # loop rounds + calls of one render
 MAX_SECONDS = 10.0
 MAX_WIDTH = 100_000  # integers given to filters and methods that pad, and widths in format strings
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -110,9 +110,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         context[BUDGET].spend()
-        owner = getattr(target, "__self__", None)
+        method = getattr(target, "__wrapped__", target)  # jinja2 wraps str.format
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            check_arguments(owner if target.__name__ in ("format", "format_map") else None, args, kwargs)
+            check_arguments(owner if method.__name__ in ("format", "format_map") else None, args, kwargs)
         return bounded(super().call(context, target, *args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from engine.tokenizer._bpe import Core
-from engine.tokenizer.pure import nfc
 from engine.tokenizer.spec import Spec
 
 if TYPE_CHECKING:
@@ -37,21 +36,9 @@ def make_core(spec: Spec) -> Core:
         prefix_text=spec.prefix_text.encode(),
         steps=[(step.kind, step.text.encode(), step.to.encode()) for step in spec.normalizer],
         raw=[_entry(t, t.content) for t in spec.added if not t.normalized],
-        normalized=[_entry(t, normalize(spec, t.content)) for t in spec.added if t.normalized],
+        normalized=[_entry(t, spec.normalize(t.content)) for t in spec.added if t.normalized],
         seed=int.from_bytes(os.urandom(8), "little"),  # only moves hash table slots, never ids
     )
-
-
-def normalize(spec: Spec, text: str) -> str:
-    """What the normalizer makes of an added token's content (done once, at load)."""
-    for step in spec.normalizer:
-        if step.kind == 0:
-            text = step.text + text if text else text
-        elif step.kind == 1:
-            text = text.replace(step.text, step.to)
-        else:
-            text = nfc(text)
-    return text
 
 
 def _entry(token: AddedToken, content: str) -> tuple[bytes, int, int]:

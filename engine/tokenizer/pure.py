@@ -4,99 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.tokenizer.spec import META, Digits, Prefix, Spec, Split
+from engine.tokenizer.unicode import D, L, N, S, W, char_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.tokenizer.added import AddedToken
-
-L, N, S, W, D, Q, C = 1, 2, 4, 8, 16, 32, 64
-
-
-@cache
-def _unicode_data() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((Path(__file__).parent / "_unicode.json").read_text())
-    return data
-
-
-@cache
-def char_flags() -> bytes:
-    """One byte of property bits per code point (see gen_unicode.py)."""
-    flags = bytearray(0x110000)
-    bits = {"L": L, "N": N, "S": S, "W": W, "D": D, "Q": Q, "C": C}
-    for name, spans in _unicode_data()["classes"].items():
-        for first, last in spans:
-            for c in range(first, last + 1):
-                flags[c] |= bits[name]
-    return bytes(flags)
-
-
-@cache
-def _nfc_tables() -> tuple[dict[int, str], dict[int, str], dict[str, str]]:
-    data = _unicode_data()
-    composed = {chr(a) + chr(b): chr(c) for a, b, c in data["composed"]}
-    return dict(data["ccc"]), dict(data["decomposed"]), composed
-
-
-def nfc(text: str) -> str:
-    """Normalization Form C with the tables of `tokenizers` (Unicode 9.0), Unicode Standard Annex #15. Linear but for
-    one sort per run of marks, where unicodedata.normalize is quadratic."""
-    flags = char_flags()
-    if text.isascii() or not any(flags[ord(char)] & (Q | C) for char in text):
-        return text
-    ccc, decomposed, composed = _nfc_tables()
-    chars: list[str] = []
-    for char in text:
-        c = ord(char)
-        if 0xAC00 <= c <= 0xD7A3:
-            index = c - 0xAC00
-            chars += [chr(0x1100 + index // 588), chr(0x1161 + index % 588 // 28)]
-            if index % 28:
-                chars.append(chr(0x11A7 + index % 28))
-        else:
-            chars += decomposed.get(c, char)
-    out: list[str] = []
-    starter = -1
-    last_class = 0
-    for char, mark in _in_canonical_order(chars, ccc):
-        if starter >= 0 and (starter == len(out) - 1 or last_class < mark):
-            pair = _compose(out[starter], char, composed)
-            if pair is not None:
-                out[starter] = pair
-                continue
-        if mark == 0:
-            starter = len(out)
-        last_class = mark
-        out.append(char)
-    return "".join(out)
-
-
-def _in_canonical_order(chars: list[str], ccc: dict[int, str]) -> Iterator[tuple[str, int]]:
-    run: list[tuple[str, int]] = []
-    for char in chars:
-        mark = int(ccc.get(ord(char), 0))
-        if mark:
-            run.append((char, mark))
-            continue
-        yield from sorted(run, key=lambda item: item[1])
-        run.clear()
-        yield char, 0
-    yield from sorted(run, key=lambda item: item[1])
-
-
-def _compose(first: str, second: str, composed: dict[str, str]) -> str | None:
-    a, b = ord(first), ord(second)
-    if 0x1100 <= a < 0x1113 and 0x1161 <= b < 0x1176:
-        return chr(0xAC00 + (a - 0x1100) * 588 + (b - 0x1161) * 28)
-    if 0xAC00 <= a <= 0xD7A3 and (a - 0xAC00) % 28 == 0 and 0x11A7 < b < 0x11C3:
-        return chr(a + b - 0x11A7)
-    return composed.get(first + second)
 
 
 class PureEncoder:
@@ -107,7 +23,7 @@ class PureEncoder:
         self.pairs = {(a, b): (r, new) for a, b, new, r in zip(m.left, m.right, m.merged, m.rank, strict=True)}
         self.words = {key: token_id for token_id, key in enumerate(spec.keys) if key is not None}
         self.raw = {t.content: t for t in reversed(spec.added) if not t.normalized}
-        self.normalized = {self.normalize(t.content): t for t in reversed(spec.added) if t.normalized}
+        self.normalized = {self.spec.normalize(t.content): t for t in reversed(spec.added) if t.normalized}
 
     # ---- the whole text ---------------------------------------------------------------------------------------------
 
@@ -117,7 +33,7 @@ class PureEncoder:
             if token is not None:
                 ids.append(token.id)
                 continue
-            normalized = self.normalize(piece)
+            normalized = self.spec.normalize(piece)
             for inner, part, inner_token in self._find_added(normalized, self.normalized, parse_special):
                 if inner_token is not None:
                     ids.append(inner_token.id)
@@ -146,10 +62,14 @@ class PureEncoder:
                 (first > 0 and self._has(text[first - 1], W)) or (last < len(text) and self._has(text[last], W))
             ):
                 continue
-            while token.lstrip and first > start and self._has(text[first - 1], S):
-                first -= 1
+            if token.lstrip:
+                while first > start and self._has(text[first - 1], S):
+                    first -= 1
+                first = max(first, start)
             while token.rstrip and last < len(text) and self._has(text[last], S):
                 last += 1
+            if first >= last:  # all of it is white space that an rstrip before took: as in `tokenizers`, no token
+                continue
             if start < first:
                 yield start, text[start:first], None
             yield first, text[first:last], token
@@ -159,16 +79,6 @@ class PureEncoder:
 
     def _has(self, char: str, bits: int) -> bool:
         return bool(self.flags[ord(char)] & bits)
-
-    def normalize(self, text: str) -> str:
-        for step in self.spec.normalizer:
-            if step.kind == 0:
-                text = step.text + text if text else text
-            elif step.kind == 1:
-                text = text.replace(step.text, step.to)
-            else:
-                text = nfc(text)
-        return text
 
     # ---- pre-tokens -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import TokenizerError
 from engine.tokenizer.added import AddedToken, read_added_tokens
 from engine.tokenizer.decoders import Decoder, read_decoder
+from engine.tokenizer.unicode import nfc
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKEN_ID = (1 << 22) - 1  # bounds the id -> token table whatever ids a file claims
@@ -98,6 +99,25 @@ class Spec:
     template_prefix: list[int] = field(default_factory=list)
     template_suffix: list[int] = field(default_factory=list)
 
+    def normalize(self, text: str) -> str:
+        for step in self.normalizer:
+            if step.kind == 0:
+                text = step.text + text if text else text
+            elif step.kind == 1:
+                text = text.replace(step.text, step.to)
+            else:
+                text = nfc(text)
+        return text
+
+    def decoder_texts(self) -> list[str | None]:
+        """What the decoder sees for each id: of an added token with `normalized`, the normalized text, as in
+        `tokenizers`, so that decoding undoes what the normalizer did."""
+        texts = list(self.texts)
+        for token in self.added:
+            if token.normalized:
+                texts[token.id] = self.normalize(token.content)
+        return texts
+
 
 def bytes_to_chars() -> dict[int, str]:
     """GPT-2's reversible map from bytes to printable characters (Radford et al. 2019, encoder.py)."""
@@ -170,10 +190,10 @@ def load_spec(data: dict[str, Any]) -> Spec:
     for token in added:
         texts[token.id] = token.content
     merges, skipped = _read_merges(model, vocab)
-    byte_fallback = bool(model.get("byte_fallback") or False)
+    byte_fallback = _flag(model, "byte_fallback")
     unk = model.get("unk_token")
-    if unk is not None and unk not in vocab:
-        raise TokenizerError(f"tokenizer.json: model.unk_token {unk!r} is not in model.vocab")
+    if unk is not None and (not isinstance(unk, str) or unk not in vocab):
+        raise refuse("model.unk_token", unk, "it must be a token of model.vocab")
     spec = Spec(
         texts=texts,
         keys=[],
@@ -183,9 +203,9 @@ def load_spec(data: dict[str, Any]) -> Spec:
         byte_level=False,
         byte_ids=array("i", [-1] * 256),
         unk_id=-1 if unk is None else vocab[unk],
-        fuse_unk=bool(model.get("fuse_unk") or False),
+        fuse_unk=_flag(model, "fuse_unk"),
         byte_fallback=byte_fallback,
-        ignore_merges=bool(model.get("ignore_merges") or False),
+        ignore_merges=_flag(model, "ignore_merges"),
         decoder=read_decoder(data.get("decoder")),
         added=added,
     )
@@ -232,6 +252,11 @@ def _read_merges(model: dict[str, Any], vocab: dict[str, int]) -> tuple[Merges, 
         merged=array("I", [value & low for value in pairs.values()]),
         rank=array("I", [value >> 32 for value in pairs.values()]),
     ), skipped
+
+
+def _flag(model: dict[str, Any], key: str) -> bool:
+    value = model.get(key)
+    return bool(expect(False if value is None else value, bool, f"model.{key}"))
 
 
 def _as_pair(entry: Any) -> tuple[str, str]:

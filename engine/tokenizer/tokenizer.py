@@ -51,12 +51,13 @@ class Tokenizer:
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
         self.eos_token_id = self.token_id(self.special_tokens.get("eos_token"))
         self._templates = ChatTemplates(config.get("chat_template"), template, self.special_tokens)
+        self._texts = spec.decoder_texts()
         self._bytes: list[bytes | None] = []
         self._pieces: list[str | int | None] = []
         if spec.decoder.kind == "byte_level":
-            self._bytes = decoders.byte_pieces(spec.texts, byte_level_bytes)
+            self._bytes = decoders.byte_pieces(self._texts, byte_level_bytes)
         else:
-            self._pieces = decoders.text_pieces(spec.texts, spec.decoder)
+            self._pieces = decoders.text_pieces(self._texts, spec.decoder)
 
     @classmethod
     def from_dir(cls, path: str | Path, *, pure_python: bool = False) -> Tokenizer:
@@ -94,6 +95,10 @@ class Tokenizer:
             return [*self.spec.template_prefix, *ids, *self.spec.template_suffix]
         return ids
 
+    def work(self) -> int:
+        """Look-ups, merges and heap moves of the last encode by the compiled core: a clock that tests can rely on."""
+        return int(getattr(self._encoder, "last_work", 0))
+
     # ---- ids -> text ------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -116,7 +121,7 @@ class Tokenizer:
     def new_stream(self) -> decoders.Incremental:
         if self.spec.decoder.kind == "byte_level":
             return decoders.ByteStream(self._bytes)
-        return decoders.PieceStream(self.spec.decoder, self._pieces, self.spec.texts)
+        return decoders.PieceStream(self.spec.decoder, self._pieces, self._texts)
 
     def visible(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         checked = [operator.index(i) for i in ids]

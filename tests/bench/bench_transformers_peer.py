@@ -77,6 +77,7 @@ def main() -> int:
         print(json.dumps({"bench": "transformers_peer", "error": f"{error}; see tests/golden/requirements.txt"}))
         return 3
     torch.set_num_threads(arguments.threads)
+    busy = os.getloadavg()[0]
     model = load(arguments.model, arguments.attention)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, model.config.vocab_size, (1, arguments.prompt_tokens), generator=generator)
@@ -90,6 +91,7 @@ def main() -> int:
         "new_tokens": arguments.new_tokens,
         "runs": arguments.runs,
         "threads": arguments.threads,
+        "load_average_before": round(busy, 2),  # well above 0: others shared the cores, the figures are too low
         "dtype": "float32",
         "attention": arguments.attention,
         "transformers": transformers.__version__,

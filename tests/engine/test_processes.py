@@ -188,8 +188,8 @@ def test_damaged_checkpoint_is_named_at_start(tmp_path: Path) -> None:
 
 
 def test_context_that_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
-    directory = make_tiny_model(tmp_path / MODEL, max_position=1 << 24)
-    message = start_and_fail("--model-dir", str(directory), "--port", "0")
+    directory = make_tiny_model(tmp_path / MODEL, max_position=1 << 17)
+    message = start_and_fail("--model-dir", str(directory), "--port", "0", "--memory-fraction", "0.0001")
     assert "MiB" in message and "--max-model-len" in message
 
 

@@ -26,15 +26,18 @@ def config(name: str) -> tuple[int, RopeConfig]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tables_are_those_of_transformers(name):
-    """An inverse frequency of torch (float32 pow) may differ by an ulp, 1.2e-7 relative; times the angle that is the
-    error of cos and sin, so the tolerance grows with the position."""
+    """To 2e-7 (two units of a cosine) even at position 100,000, where an inverse frequency that is rounded otherwise
+    than in transformers is off by up to 1e-2. torch's float32 pow is not correctly rounded, so one frequency in fifty
+    may be a unit off, and its column then by that much times the angle."""
     head_dim, rope = config(name)
     golden = np.load(Path(__file__).with_name("rope_golden.npz"))
     cos, sin = rope_table(rope, head_dim, 100001)
     assert cos.dtype == sin.dtype == np.float32 and cos.shape == (100001, head_dim // 2)
-    tolerance = 1e-6 + 2.5e-7 * np.array(POSITIONS)[:, None] * inverse_frequencies(rope, head_dim)
+    one_off = 2e-7 + 1.3e-7 * np.array(POSITIONS)[:, None] * inverse_frequencies(rope, head_dim)
     for table, part in ((cos, "cos"), (sin, "sin")):
-        assert (np.abs(table[POSITIONS] - golden[f"{name}.{part}"]) <= tolerance).all()
+        error = np.abs(table[POSITIONS] - golden[f"{name}.{part}"])
+        assert (error <= one_off).all()
+        assert (error > 2e-7).mean() <= 0.02
 
 
 def test_default_frequencies_are_powers_of_theta():
