@@ -38,8 +38,9 @@ struct pool_job {
 static struct {
     pthread_mutex_t lock; /* one job at a time */
     _Atomic(struct pool_job *) job;
-    _Atomic uint32_t sequence; /* futex word: changes with every job and at shutdown */
-    _Atomic int active, sleeping, stop;
+    _Atomic uint32_t sequence; /* futex word of the workers: changes with every job and at shutdown */
+    _Atomic uint32_t active;   /* workers that may hold `job`; futex word of the caller, woken when it falls to 0 */
+    _Atomic int sleeping, waiting, stop;
     int num_workers;
     pthread_t threads[POOL_MAX_THREADS];
     void *scratch[POOL_MAX_THREADS];
@@ -55,8 +56,8 @@ static inline void pool_pause(void) {
 #endif
 }
 
-static void pool_futex(int op, uint32_t value) {
-    syscall(SYS_futex, (uint32_t *)&pool.sequence, op | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+static void pool_futex(_Atomic uint32_t *word, int op, uint32_t value) {
+    syscall(SYS_futex, (uint32_t *)word, op | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
 static void pool_work(struct pool_job *job, int slot) {
@@ -80,7 +81,7 @@ static void *pool_worker(void *arg) {
         }
         if (sequence == seen) {
             atomic_fetch_add(&pool.sleeping, 1);
-            pool_futex(FUTEX_WAIT, seen);
+            pool_futex(&pool.sequence, FUTEX_WAIT, seen);
             atomic_fetch_sub(&pool.sleeping, 1);
             continue;
         }
@@ -88,9 +89,19 @@ static void *pool_worker(void *arg) {
         atomic_fetch_add(&pool.active, 1);
         struct pool_job *job = atomic_load(&pool.job);
         if (job && slot <= job->max_slot) pool_work(job, slot);
-        atomic_fetch_sub(&pool.active, 1);
+        if (atomic_fetch_sub(&pool.active, 1) == 1 && atomic_load(&pool.waiting)) pool_futex(&pool.active, FUTEX_WAKE, 1);
     }
     return NULL;
+}
+
+/* The caller's end of a job. A worker that is still in it after a while has lost its core to another process, perhaps to
+ * this very thread: sleep then, do not spin. */
+static void pool_wait(void) {
+    for (int spin = 0; spin < POOL_SPINS && atomic_load(&pool.active); spin++) pool_pause();
+    if (!atomic_load(&pool.active)) return;
+    atomic_store(&pool.waiting, 1);
+    for (uint32_t active; (active = atomic_load(&pool.active));) pool_futex(&pool.active, FUTEX_WAIT, active);
+    atomic_store(&pool.waiting, 0);
 }
 
 static void pool_fork_child(void) {
@@ -98,6 +109,7 @@ static void pool_fork_child(void) {
     atomic_store(&pool.job, NULL);
     atomic_store(&pool.active, 0);
     atomic_store(&pool.sleeping, 0);
+    atomic_store(&pool.waiting, 0);
     atomic_store(&pool.stop, 0);
     pool.num_workers = 0;
     /* Scratch of the parent's threads is kept: it is plain memory, copied by fork. */
@@ -148,15 +160,12 @@ static int pool_run(int num_threads, chunk_fn fn, void *ctx, int64_t num_chunks,
         if (num_threads > 1) {
             atomic_store(&pool.job, &job);
             atomic_fetch_add(&pool.sequence, 1);
-            if (atomic_load(&pool.sleeping) > 0) pool_futex(FUTEX_WAKE, INT_MAX);
+            if (atomic_load(&pool.sleeping) > 0) pool_futex(&pool.sequence, FUTEX_WAKE, INT_MAX);
         }
         pool_work(&job, 0);
         if (num_threads > 1) {
             atomic_store(&pool.job, NULL);
-            for (int spin = 0; atomic_load(&pool.active) > 0; spin++) {
-                pool_pause();
-                if (spin % 1024 == 1023) sched_yield(); /* the worker may have lost its core to another process */
-            }
+            pool_wait();
         }
     }
     pthread_mutex_unlock(&pool.lock);
@@ -167,7 +176,7 @@ static void pool_shutdown(void) {
     pthread_mutex_lock(&pool.lock);
     atomic_store(&pool.stop, 1);
     atomic_fetch_add(&pool.sequence, 1);
-    pool_futex(FUTEX_WAKE, INT_MAX);
+    pool_futex(&pool.sequence, FUTEX_WAKE, INT_MAX);
     for (int i = 0; i < pool.num_workers; i++) pthread_join(pool.threads[i], NULL);
     pool.num_workers = 0;
     atomic_store(&pool.stop, 0);
