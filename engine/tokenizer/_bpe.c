@@ -15,7 +15,7 @@
 
 #define RELEASE_BYTES 2048
 #define POOL_SIZE 4
-#define KEEP_BYTES (4u << 20) /* a workspace that grew beyond this is not kept for later calls */
+#define KEEP_BYTES (64u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
 #define MAX_STEPS 16
 
 enum { STEP_PREPEND, STEP_REPLACE, STEP_NFC };
@@ -37,6 +37,7 @@ typedef struct {
     byte_buffer prefix_text;
     workspace *pool[POOL_SIZE];
     int pooled;
+    size_t pooled_bytes;
     unsigned long long last_work;
 } Core;
 
@@ -44,25 +45,34 @@ typedef struct {
 
 static void workspace_free(workspace *w) {
     if (!w) return;
-    void *owned[] = {w->cache, w->ids.data, w->symbol, w->before, w->after, w->value, w->heap, w->piece.data,
+    void *owned[] = {w->cache, w->ids.data, w->symbol, w->nodes, w->value, w->heap, w->piece.data,
                      w->other.data, w->text.data, w->spare.data};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     free(w);
 }
 
 static workspace *workspace_take(Core *core) {
-    if (core->pooled) return core->pool[--core->pooled];
-    workspace *w = calloc(1, sizeof(workspace));
+    workspace *w;
+    if (core->pooled) {
+        w = core->pool[--core->pooled];
+        core->pooled_bytes -= w->bytes;
+        return w;
+    }
+    w = calloc(1, sizeof(workspace));
     if (w && !(w->cache = calloc((size_t)1 << CACHE_BITS, sizeof(cache_entry)))) { free(w); w = NULL; }
     if (!w) PyErr_NoMemory();
     return w;
 }
 
 static void workspace_return(Core *core, workspace *w) {
-    size_t bytes = w->capacity * 20 + w->heap_capacity * 8 + w->piece.capacity + w->other.capacity +
-                   (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
-    if (core->pooled == POOL_SIZE || bytes > KEEP_BYTES) workspace_free(w);
-    else core->pool[core->pooled++] = w;
+    w->bytes = w->capacity * 12 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
+               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
+    if (core->pooled == POOL_SIZE || core->pooled_bytes + w->bytes > KEEP_BYTES) {
+        workspace_free(w);
+        return;
+    }
+    core->pooled_bytes += w->bytes;
+    core->pool[core->pooled++] = w;
 }
 
 /* ---- added tokens ------------------------------------------------------------------------------------------------- */
@@ -297,10 +307,16 @@ static int read_merges(Core *self, Py_buffer *columns, uint64_t seed) {
     if (map64_init(&m->pairs, count, seed)) goto memory;
     for (size_t i = 0; i < count; i++)
         map64_put(&m->pairs, (uint64_t)left[i] << 32 | right[i], (uint64_t)rank[i] << 32 | merged[i]);
-    if (!m->byte_level) return 0;
+    mark_inside(m, left, right, merged, count);
+    for (int c = 0; c < 128; c++) {
+        uint8_t byte = (uint8_t)c;
+        m->ascii_ids[c] = (int32_t)words_find(&m->words, &byte, 1, hash_bytes(&byte, 1, m->words.seed));
+    }
     if (!(m->byte_pairs = malloc(65536 * sizeof(uint64_t)))) goto memory;
     for (uint32_t i = 0; i < 65536; i++) {
-        int32_t a = m->byte_ids[i >> 8], b = m->byte_ids[i & 255];
+        uint32_t x = i >> 8, y = i & 255;
+        int32_t a = m->byte_level ? m->byte_ids[x] : x < 128 ? m->ascii_ids[x] : -1;
+        int32_t b = m->byte_level ? m->byte_ids[y] : y < 128 ? m->ascii_ids[y] : -1;
         m->byte_pairs[i] = a < 0 || b < 0 ? NO_PAIR : map64_get(&m->pairs, (uint64_t)a << 32 | (uint32_t)b, NO_PAIR);
     }
     return 0;
