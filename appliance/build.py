@@ -15,7 +15,7 @@ from appliance.checkpoint import engine_check, scan
 from appliance.convert import CONVERTER_VERSION, convert_gguf
 from appliance.fsutil import StoreError, copy_file, fsync_dir, need_space, sha256_file, write_durable
 from appliance.log import Progress
-from appliance.manifest import MANIFEST_NAME, FileEntry, Manifest, new_manifest
+from appliance.manifest import LINK_NAME, MANIFEST_NAME, FileEntry, Manifest, files_of, new_manifest
 
 
 def meter(progress: Progress, stage: str, total: int) -> Callable[[int], None]:
@@ -67,30 +67,30 @@ def package_source(package: Package) -> dict[str, Any]:
 def build_from_directory(
     source: Path, names: Sequence[str], target: Path, model: str, *, link: bool, progress: Progress
 ) -> Manifest:
-    """Fills the empty directory `target` with copies of (or links to) the files `names` of `source`."""
+    """Fills the empty directory `target` with copies of the files `names` of `source`, or with a link to `source`."""
     total = sum((source / name).stat().st_size for name in names)
-    if not link:
+    if link:
+        (target / LINK_NAME).symlink_to(source, target_is_directory=True)
+        advance = meter(progress, "computing digests", total)
+        files = {name: FileEntry(*sha256_file(source / name, advance)) for name in names}
+    else:
         need_space(target, total, str(source))
-    advance = meter(progress, "computing digests" if link else "copying", total)
-    files = {}
-    for name in names:
-        if link:
-            (target / name).symlink_to(source / name)
-            files[name] = FileEntry(*sha256_file(source / name, advance))
-        else:
-            files[name] = FileEntry(*copy_file(source / name, target / name, advance))
-    checkpoint = scan(target)  # what was taken, in case the source changed since the caller looked
+        advance = meter(progress, "copying", total)
+        files = {name: FileEntry(*copy_file(source / name, target / name, advance)) for name in names}
+    origin = {"kind": "directory", "path": str(source), "mode": "link" if link else "copy"}
+    taken = files_of(target, origin)
+    checkpoint = scan(taken)  # what was taken, in case the source changed since the caller looked
     if sorted(names) != sorted(checkpoint.files):
         raise StoreError(f"{source} changed while it was being added", hint="try again when nothing writes to it")
-    origin = {"kind": "directory", "path": str(source), "mode": "link" if link else "copy"}
+    engine_check(taken)
     return seal(target, new_manifest(model, origin, checkpoint, files))
 
 
 def seal(target: Path, manifest: Manifest) -> Manifest:
     """Sets the modes (readable by every service user) and writes the manifest; afterwards all is on disk."""
     os.chmod(target, 0o755)
-    for name in manifest.files:
-        if not (target / name).is_symlink():
+    if not manifest.linked:
+        for name in manifest.files:
             os.chmod(target / name, 0o644)
     write_durable(target / MANIFEST_NAME, manifest.to_json())
     return manifest

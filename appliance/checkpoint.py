@@ -26,6 +26,7 @@ OPTIONAL = (
     "LICENSE",
     "NOTICE",
 )
+_ALWAYS_RELEVANT = {*REQUIRED, *OPTIONAL, INDEX_NAME, "model.safetensors"}
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024
 MAX_FILES = 10_000
@@ -65,20 +66,44 @@ def scan(directory: Path) -> Checkpoint:
 
 
 def engine_check(directory: Path) -> None:
-    """Lets the engine judge config.json (unsupported settings are refused by name). Without the engine installed, as
-    on a host that only keeps models, only the structural checks of `scan` apply."""
-    try:
-        config = importlib.import_module("engine.config")
-    except ModuleNotFoundError as error:
-        if error.name not in ("engine", "engine.config"):
-            raise
+    """Lets the engine judge the model: config.json, every tensor's name and shape, the tokenizer; reads no weights.
+
+    Raises StoreError with the engine's words. Parts of the engine that are not installed are not asked.
+    """
+    checks: tuple[tuple[str, str], ...] = (
+        ("engine.load_plan", "checkpoint_summary"),
+        ("engine.tokenizer", "Tokenizer"),
+    )
+    model_config = _engine_part("engine.config", "ModelConfig")
+    if model_config is None:
         return
     from engine.errors import EngineError
 
     try:
-        config.ModelConfig.from_dir(directory)
+        config = model_config.from_dir(directory)
+        for module, attribute in checks:
+            part = _engine_part(module, attribute)
+            if attribute == "Tokenizer" and part is not None:
+                part.from_dir(directory)
+            elif part is not None:
+                part(directory, config)
     except EngineError as error:
         raise StoreError(f"the engine cannot serve this model: {error.message}", hint=error.hint) from error
+
+
+def _engine_part(module: str, attribute: str) -> Any:
+    """An attribute of an engine module, None if there is no such module. A module that is broken still raises."""
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        return None
+
+
+def is_relevant(name: str) -> bool:
+    """True for a file that the engine would read if it were in a model's directory."""
+    return name in _ALWAYS_RELEVANT
 
 
 def _missing_hint(name: str, present: Iterable[str]) -> str:
@@ -111,11 +136,8 @@ def _weights(directory: Path, present: set[str]) -> tuple[list[str], list[str], 
     """(weight files, index file if any, all tensors). The index is an allow-list: other *.safetensors are left out."""
     single = "model.safetensors"
     if INDEX_NAME not in present:
-        others = sorted(name for name in present if name.endswith(".safetensors"))
-        if single not in present and len(others) == 1:
-            single = others[0]
-        elif single not in present:
-            raise _no_weights(directory, present, others)
+        if single not in present:
+            raise _no_weights(directory, present)
         return [single], [], _nonempty(directory / single, read_header(directory / single))
     by_file = _read_index(directory / INDEX_NAME)
     if single in present and single not in by_file:
@@ -138,11 +160,12 @@ def _nonempty(path: Path, header: dict[str, HeaderEntry]) -> list[HeaderEntry]:
     return list(header.values())
 
 
-def _no_weights(directory: Path, present: set[str], others: list[str]) -> StoreError:
+def _no_weights(directory: Path, present: set[str]) -> StoreError:
+    others = sorted(name for name in present if name.endswith(".safetensors"))
     if others:
         return StoreError(
-            f"{directory} has {len(others)} *.safetensors files but no {INDEX_NAME}",
-            hint="get the index of the shards, or keep only the one file that is the model",
+            f"{directory} has {others[0]} but neither model.safetensors nor {INDEX_NAME}",
+            hint="get the index of the shards, or rename the one file that is the model to model.safetensors",
         )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in present):
         return StoreError(

@@ -119,6 +119,12 @@ def _explain(error: Exception, as_json: bool) -> int:
         code = int(getattr(error, "exit_code", ExitCode.FAILED))
         report_error(str(message), hint=hint, code=code, as_json=as_json)
         return code
+    if isinstance(error, OSError):
+        where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
+        report_error(
+            f"{error.strerror or error}{where}", hint="run it again with --debug to see where", as_json=as_json
+        )
+        return ExitCode.FAILED
     report_error(
         f"internal error: {type(error).__name__}: {error}",
         hint="this is a defect; run it again with --debug and report the traceback",

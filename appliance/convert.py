@@ -47,6 +47,20 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+_KNOWN_KEYS = {
+    "llama.": {
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base",
+    },
+    "tokenizer.": {
+        "ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.merges", "ggml.bos_token_id",
+        "ggml.eos_token_id", "ggml.unknown_token_id", "ggml.padding_token_id", "ggml.add_bos_token",
+        "ggml.add_eos_token", "ggml.add_space_prefix", "chat_template",
+    },
+}  # fmt: skip
+"""Metadata with a meaning for the model; general.* (names, licences, quantisation) has none."""
+
 
 def convert_gguf(source: Path, target: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and model.safetensors into the
@@ -76,9 +90,7 @@ def llama_config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise GgufError(f"general.architecture is {architecture!r}; only 'llama' can be converted")
-    for key in metadata:
-        if key.startswith("llama.rope.scaling.") or key in ("llama.expert_count", "llama.expert_used_count"):
-            raise GgufError(f"the metadata key {key!r} is not supported by the conversion")
+    _refuse_unknown(metadata)
     hidden, heads = _count(metadata, "llama.embedding_length"), _count(metadata, "llama.attention.head_count")
     kv_heads = _count(metadata, "llama.attention.head_count_kv", default=heads)
     head_dim = _count(metadata, "llama.attention.key_length", default=hidden // heads)
@@ -119,6 +131,14 @@ def llama_config(metadata: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
                 raise GgufError(f"tokenizer.ggml.{gguf_key}_token_id is {value!r}, outside the vocabulary")
             config[f"{key}_token_id"] = value
     return dict(sorted(config.items()))
+
+
+def _refuse_unknown(metadata: Mapping[str, Any]) -> None:
+    """Rope scaling, sliding windows, experts, more stop tokens: what is not converted must not be lost silently."""
+    for key in metadata:
+        prefix = next((prefix for prefix in _KNOWN_KEYS if key.startswith(prefix)), None)
+        if prefix is not None and key.removeprefix(prefix) not in _KNOWN_KEYS[prefix]:
+            raise GgufError(f"the metadata key {key!r} is not supported by the conversion")
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -132,7 +132,8 @@ def _q6_k(b: Blocks) -> Float32Array:
     high = b["h"].reshape(-1, 2, 1, 32) >> shift & np.uint8(3)
     q = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
     d = (_column(b["d"]) * b["s"].astype(np.float32))[:, :, np.newaxis]
-    return (d * q.reshape(-1, 16, 16).astype(np.float32)).reshape(len(b), 256)
+    values: Float32Array = d * q.reshape(-1, 16, 16).astype(np.float32)
+    return values.reshape(len(b), 256)
 
 
 def _bf16(b: Blocks) -> Float32Array:

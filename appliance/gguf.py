@@ -28,7 +28,7 @@ MAX_TENSOR_NAME_BYTES = 64  # specification
 MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 MAX_DIMENSION = 2**40
 MAX_ALIGNMENT = 65536
-MAX_METADATA_BYTES = 256 * 1024 * 1024  # vocabulary and merges of the largest tokenizers are about 10 MB
+MAX_HEAD_BYTES = 256 * 1024 * 1024  # vocabulary and merges of the largest tokenizers are about 10 MB
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -50,21 +50,21 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads the head of the file; never goes past `end`."""
+    """Reads the head of the file (all before the tensor data); never goes past `end`."""
 
     def __init__(self, buffer: mmap.mmap, end: int) -> None:
         self.buffer, self.position, self.end = buffer, 0, end
 
     def take(self, size: int, what: str) -> bytes:
         if size > self.end - self.position:
-            raise GgufError(f"{what} needs {size} bytes at offset {self.position}, the file has only {self.end}")
+            raise GgufError(f"{what} needs {size} bytes at offset {self.position}, but the head ends at {self.end}")
         start, self.position = self.position, self.position + size
         return self.buffer[start : self.position]
 
     def scalar(self, code: str, what: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
 
-    def string(self, what: str, limit: int = MAX_METADATA_BYTES) -> str:
+    def string(self, what: str, limit: int = MAX_HEAD_BYTES) -> str:
         size = self.scalar("Q", f"the length of {what}")
         if size > limit:
             raise GgufError(f"{what} claims {size} bytes; at most {limit} are accepted")
@@ -112,7 +112,7 @@ class GgufFile:
         return raw
 
     def _read_head(self) -> None:
-        cursor = _Cursor(self._map, self._size)
+        cursor = _Cursor(self._map, min(self._size, MAX_HEAD_BYTES))
         magic = cursor.take(4, "the magic number")
         if magic != MAGIC:
             raise GgufError(f"{self.path.name} is not a GGUF file (it starts with {magic!r})")
@@ -134,7 +134,7 @@ class GgufFile:
 def _count(cursor: _Cursor, what: str, least_bytes: int) -> int:
     count = int(cursor.scalar("Q", f"the number of {what}"))
     if count * least_bytes > cursor.end - cursor.position:
-        raise GgufError(f"the header claims {count} {what}, more than the file can hold")
+        raise GgufError(f"the header claims {count} {what}, more than there is room for")
     return count
 
 
@@ -145,8 +145,6 @@ def _read_metadata(cursor: _Cursor, num_pairs: int) -> dict[str, Any]:
         if key in metadata:
             raise GgufError(f"metadata key {key!r} appears twice")
         metadata[key] = _read_value(cursor, cursor.scalar("I", f"the type of {key!r}"), key)
-        if cursor.position > MAX_METADATA_BYTES:
-            raise GgufError(f"the metadata is larger than {MAX_METADATA_BYTES} bytes (at key {key!r})")
     return metadata
 
 

@@ -91,7 +91,7 @@ def format_bytes(count: float) -> str:
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
         count /= 1000
-        if count < 999.95 or unit == "TB":
+        if count < 999.5 or unit == "TB":
             return f"{count:.1f} {unit}" if count < 99.95 else f"{count:.0f} {unit}"
     raise AssertionError("unreachable")
 

@@ -15,6 +15,7 @@ from appliance.checkpoint import Checkpoint, is_plain_name
 from appliance.fsutil import StoreError, read_json
 
 MANIFEST_NAME = "manifest.json"
+LINK_NAME = "files"  # of a linked model: the symbolic link to the directory of the user
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -108,6 +109,11 @@ def _check(manifest: Manifest, path: Path, name: str) -> None:
         hashed = isinstance(entry.sha256, str) and _SHA256.fullmatch(entry.sha256)
         if not (is_plain_name(file_name) and sized and hashed):
             raise StoreError(f"{path} is damaged: the entry of {file_name!r} is invalid")
+
+
+def files_of(directory: Path, source: Mapping[str, Any]) -> Path:
+    """Where the files of the model stored in `directory` are."""
+    return directory / LINK_NAME if source.get("mode") == "link" else directory
 
 
 def describe_source(source: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance.catalogue import CATALOGUE
-from appliance.log import ExitCode, Progress, emit_json, format_bytes, paint, printable
-from appliance.manifest import Manifest, describe_source
+from appliance.fsutil import StoreError
+from appliance.log import ExitCode, Progress, UsageError, emit_json, format_bytes, paint, printable
+from appliance.manifest import MANIFEST_NAME, Manifest, describe_source
 from appliance.models import ModelInfo, ModelStore, default_root
 
 EPILOG = """\
@@ -45,8 +46,10 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     add.add_argument("directory", type=Path, metavar="DIR", help="holds config.json, *.safetensors, tokenizer.json")
     add.add_argument("--name", metavar="NAME", help="default: the directory's name in lower case")
     how = add.add_mutually_exclusive_group()
-    how.add_argument("--copy", dest="link", action="store_false", help="copy the files (default)")
-    how.add_argument("--link", dest="link", action="store_true", help="link to the files where they are")
+    how.add_argument("--copy", dest="link", action="store_false", default=False, help="copy the files (default)")
+    how.add_argument(
+        "--link", action="store_true", default=False, help="link to the directory, which must stay as it is"
+    )
     add.add_argument("--replace", action="store_true", help="replace a model of the same name, in one step")
     verb("list", "show the models of the store")
     verify = verb("verify", "recompute the digests; reports every bad, missing or extra file")
@@ -113,31 +116,43 @@ def _row(info: ModelInfo) -> list[str]:
 
 
 def _verify(store: ModelStore, args: argparse.Namespace) -> int:
-    names = args.names or [info.name for info in store.list()]
-    results, failed = [], False
-    for name in names:
-        result = store.verify(name)
-        failed |= not result.ok
-        results.append(
-            {
-                "name": name,
-                "ok": result.ok,
-                "files": result.files_checked,
-                "bytes": result.bytes_checked,
-                "problems": dict(result.problems),
-                "verified_at": result.verified_at,
-            }
-        )
-        if args.json:
-            continue
-        for file_name, problem in result.problems.items():
-            print(f"{name}: {printable(file_name)}: {printable(problem)}")
-        if result.ok:
-            size = format_bytes(result.bytes_checked)
-            print(f"{name}: {paint('ok', '32', sys.stdout)}, {result.files_checked} files, {size}")
+    """Goes on after a bad model, so that one run shows everything that is wrong."""
+    results = []
+    for name in args.names or [info.name for info in store.list()]:
+        result = _verify_one(store, name, everything=not args.names)
+        results.append(result)
+        if not args.json:
+            _print_verified(result)
+    good = all(result["ok"] for result in results)
     if args.json:
-        emit_json({"ok": not failed, "models": results})
-    return ExitCode.FAILED if failed else ExitCode.DONE
+        emit_json({"ok": good, "models": results})
+    return ExitCode.DONE if good else ExitCode.FAILED
+
+
+def _verify_one(store: ModelStore, name: str, *, everything: bool) -> dict[str, Any]:
+    try:
+        result = store.verify(name)
+    except (StoreError, UsageError) as error:
+        if not everything:
+            raise
+        problems = {MANIFEST_NAME: error.message}
+        return {"name": name, "ok": False, "files": 0, "bytes": 0, "problems": problems, "verified_at": None}
+    return {
+        "name": name,
+        "ok": result.ok,
+        "files": result.files_checked,
+        "bytes": result.bytes_checked,
+        "problems": dict(result.problems),
+        "verified_at": result.verified_at,
+    }
+
+
+def _print_verified(result: dict[str, Any]) -> None:
+    name = printable(result["name"])
+    for file_name, problem in result["problems"].items():
+        print(f"{name}: {printable(file_name)}: {printable(problem)}")
+    if result["ok"]:
+        print(f"{name}: {paint('ok', '32', sys.stdout)}, {result['files']} files, {format_bytes(result['bytes'])}")
 
 
 def _remove(store: ModelStore, args: argparse.Namespace) -> int:

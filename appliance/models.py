@@ -1,12 +1,13 @@
 """The model store: one directory per model, complete or absent.
 
-    ROOT/NAME/             config.json, *.safetensors, tokenizer.json ... and manifest.json (links with `add --link`)
-    ROOT/.tmp/NAME/        a model being built or removed; only the holder of the lock touches it
+    ROOT/NAME/             manifest.json and the files: config.json, *.safetensors, tokenizer.json ...
+    ROOT/NAME/files        only with `add --link`: a link to the user's directory, which holds the files instead
+    ROOT/.tmp/NAME/        what is being built or removed; only the holder of the lock touches it
     ROOT/.locks/NAME.lock  flock
     ROOT/.cache/SHA256.whl downloaded packages
 
 A model is built in .tmp, fsynced, and appears by one rename, so a kill or power cut at any instant leaves either the
-old state or the new one; the next change of that name clears what was left behind.
+old state or the new one; the next change of any model clears what was left behind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from appliance.catalogue import CATALOGUE, Package
 from appliance.checkpoint import engine_check, scan
 from appliance.fsutil import StoreError, explain_os_errors, fsync_dir, locked, publish_dir
 from appliance.log import BusyError, Progress, UsageError
-from appliance.manifest import Manifest, describe_source, read_manifest
+from appliance.manifest import Manifest, describe_source, files_of, read_manifest
 from appliance.verify import Verification, quick_problem, read_verified, verify_files
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
@@ -36,7 +37,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """$APPLIANCE_MODELS, else /srv/appliance/models where an installation made it, else the user's cache."""
     if chosen := environ.get("APPLIANCE_MODELS"):
         return Path(chosen).absolute()
-    if _SYSTEM_ROOT.is_dir() and os.access(_SYSTEM_ROOT, os.R_OK | os.X_OK):
+    if os.path.isdir(_SYSTEM_ROOT) and os.access(_SYSTEM_ROOT, os.R_OK | os.X_OK):
         return _SYSTEM_ROOT
     cache = environ.get("XDG_CACHE_HOME", "")
     base = (
@@ -67,13 +68,16 @@ class ModelStore:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def path(self, name: str) -> Path:
-        """The directory of a complete model, for the engine's loader."""
-        self._load(name)
-        return self._directory(name)
+        """The directory that holds the files of a complete model, for the engine's loader."""
+        manifest, directory = self._load(name), self._directory(name)
+        problem = quick_problem(directory, manifest)
+        if problem:
+            raise StoreError(f"the model {name!r} is damaged: {problem}", hint=f"see `appliance model verify {name}`")
+        return files_of(directory, manifest.source)
 
     def list(self) -> list[ModelInfo]:
         """Every model, by name; directories that are no usable model are listed with their `problem`."""
-        if not self.root.is_dir():
+        if not os.path.lexists(self.root):
             return []
         with explain_os_errors("cannot list the model store"):
             names = sorted(entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
@@ -86,7 +90,7 @@ class ModelStore:
         with explain_os_errors(f"cannot verify {name}"):
             result = verify_files(directory, manifest, advance)
         self.progress.finish()
-        if result.problems and (not directory.is_dir() or read_manifest(directory) != manifest):
+        if result.problems and (not os.path.isdir(directory) or read_manifest(directory) != manifest):
             raise BusyError(f"the model {name!r} was changed while it was being verified", hint="run it again")
         return result
 
@@ -115,16 +119,18 @@ class ModelStore:
                 return manifest, True
 
     def add(self, directory: Path, name: str | None = None, *, link: bool = False, replace: bool = False) -> Manifest:
-        """Takes a Hugging Face style directory into the store: by copy (default), or by links to its files with
-        `link`. The source is only read. `name` defaults to the directory's, in lower case."""
+        """Takes a Hugging Face style directory into the store: by copy (default), or by a link to it with `link`.
+        The source is only read. `name` defaults to the directory's, in lower case."""
         source = directory.absolute()
+        with explain_os_errors("cannot read the source"):
+            if not source.is_dir():
+                raise StoreError(f"{directory} is not a directory", hint="give the directory that holds config.json")
         name = check_name(source.resolve().name.lower() if name is None else name)
-        if not source.is_dir():
-            raise StoreError(f"{directory} is not a directory", hint="give the directory that holds config.json")
         if source.resolve().is_relative_to(self.root.resolve()):
             raise StoreError(f"{directory} is inside the model store {self.root}", hint="see `appliance model list`")
         checkpoint = scan(source)
-        engine_check(source)
+        if not any((source / item).is_symlink() for item in checkpoint.files):  # else it is checked when copied
+            engine_check(source)
         with self._changing(name) as area:
             if os.path.lexists(self._directory(name)) and not replace:
                 raise StoreError(f"there is already a model {name!r}", hint="choose --name, or --replace it")
@@ -158,10 +164,7 @@ class ModelStore:
     def _unknown(self, name: str) -> StoreError:
         if name in self.catalogue:
             return StoreError(f"the model {name!r} is not in {self.root}", hint=f"get it: appliance model pull {name}")
-        names = ", ".join(info.name for info in self.list()) or "none"
-        return StoreError(
-            f"there is no model {name!r} in {self.root}", hint=f"there: {names}; see `appliance model list`"
-        )
+        return StoreError(f"there is no model {name!r} in {self.root}", hint="see `appliance model list`")
 
     def _load(self, name: str) -> Manifest:
         directory = self._directory(name)

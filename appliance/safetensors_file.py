@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from appliance.fsutil import StoreError, parse_json
+from appliance.fsutil import StoreError, open_regular, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DATA_ALIGNMENT = 64
@@ -89,7 +89,7 @@ def _header(tensors: Sequence[TensorSource], metadata: Mapping[str, str]) -> byt
 def read_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of a safetensors file after every structural check: lengths, JSON, dtype x shape = bytes, and that
     the data is covered without gap or overlap to the last byte. Raises StoreError naming file and tensor."""
-    with path.open("rb") as file:
+    with open_regular(path) as fd, os.fdopen(os.dup(fd), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.checkpoint import is_relevant
 from appliance.fsutil import StoreError, read_json, sha256_file, write_durable
-from appliance.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest, utc_now
+from appliance.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest, files_of, utc_now
 
 VERIFIED_NAME = ".verified.json"
 
@@ -32,25 +33,33 @@ class Verification:
 def verify_files(directory: Path, manifest: Manifest, advance: Callable[[int], None]) -> Verification:
     """Recomputes every digest; `advance` gets the bytes just read. A success is noted for `list`."""
     problems: dict[str, str] = {}
-    checked = 0
+    checked, folder = 0, files_of(directory, manifest.source)
+    if not folder.is_dir():
+        gone = f"missing: the linked directory {manifest.source.get('path')} is gone"
+        return Verification(manifest.name, 0, 0, dict.fromkeys(manifest.files, gone), None)
     for name, entry in manifest.files.items():
-        problem, size = _verify_file(directory / name, entry, advance)
+        problem, size = _verify_file(folder / name, entry, advance)
         checked += size
         if problem:
             problems[name] = problem
-    present = {item.name for item in directory.iterdir()}
-    for extra in sorted(present - manifest.files.keys() - {MANIFEST_NAME, VERIFIED_NAME}):
-        if not extra.startswith(f".{VERIFIED_NAME}."):  # left by a verify that was killed while it noted its success
+    for extra in sorted({item.name for item in folder.iterdir()} - manifest.files.keys()):
+        if is_relevant(extra) if manifest.linked else not _is_own(extra):
             problems[extra] = "extra: not in the manifest"
     verified_at = None if problems else record_verified(directory, manifest)
     return Verification(manifest.name, len(manifest.files), checked, problems, verified_at)
 
 
+def _is_own(name: str) -> bool:
+    # The last: left by a verify that was killed while it noted its success.
+    return name in (MANIFEST_NAME, VERIFIED_NAME) or name.startswith(f".{VERIFIED_NAME}.")
+
+
 def quick_problem(directory: Path, manifest: Manifest) -> str | None:
     """What a look at names and sizes finds wrong; None if nothing."""
+    folder = files_of(directory, manifest.source)
     for name, entry in manifest.files.items():
         try:
-            size = (directory / name).stat().st_size
+            size = (folder / name).stat().st_size
         except OSError as error:
             return f"{name}: {os.strerror(error.errno or 0)}"
         if size != entry.size:

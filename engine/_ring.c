@@ -5,7 +5,11 @@
  *   8    u64 capacity of the data area in bytes, a power of two
  *   64   u64 head: bytes ever written, stored by the producer only (release)
  *   128  u64 tail: bytes ever read, stored by the consumer only (release)
- *   192  data; a frame is u32 length, u32 check (~length), payload, padding to 8 bytes; frames wrap around the end
+ *   192  data; a frame is u32 length, u32 check (~length), payload, padding to 8 bytes; frames wrap around the end.
+ *        A skip frame (u32 all ones, u32 SKIP) fills the rest up to the end
+ *
+ * A producer that finds the ring empty starts again at its beginning, so that light traffic keeps reusing the same few
+ * pages instead of walking through, and so taking, all of the memory.
  *
  * Plain Python cannot promise that the payload is visible before the counter on every CPU; C11 acquire/release does.
  */
@@ -17,6 +21,8 @@
 #define MAGIC 0x474e52454c505041ull /* "APPLERNG" */
 #define HEADER 192
 #define FRAME_HEAD 8
+#define SKIP 0x50494b53u
+#define RESTART_BYTES (256u << 10) /* an empty ring is restarted once it has walked this far */
 
 typedef struct {
     Py_buffer view;
@@ -104,7 +110,7 @@ static PyObject *py_push(PyObject *self, PyObject *args)
     uint64_t len = (uint64_t)payload.len, need = (FRAME_HEAD + len + 7) & ~7ull;
     uint64_t head = __atomic_load_n(ring.head, __ATOMIC_RELAXED);
     uint64_t used = head - __atomic_load_n(ring.tail, __ATOMIC_ACQUIRE);
-    if (len > UINT32_MAX || need > ring.capacity) {
+    if (len >= UINT32_MAX || need > ring.capacity) {
         PyErr_Format(PyExc_ValueError, "a frame of %zd bytes can never fit a ring of %llu", payload.len,
                      (unsigned long long)ring.capacity);
     } else if (used > ring.capacity) {
@@ -112,6 +118,12 @@ static PyObject *py_push(PyObject *self, PyObject *args)
     } else if (need > ring.capacity - used) {
         result = Py_NewRef(Py_False);
     } else {
+        uint64_t offset = head & (ring.capacity - 1);
+        if (used == 0 && offset >= RESTART_BYTES && need <= offset) {
+            uint32_t skip[2] = {UINT32_MAX, SKIP};
+            copy_in(&ring, head, skip, FRAME_HEAD);
+            head += ring.capacity - offset;
+        }
         uint32_t frame[2] = {(uint32_t)len, ~(uint32_t)len};
         copy_in(&ring, head, frame, FRAME_HEAD);
         copy_in(&ring, head + FRAME_HEAD, payload.buf, len);
@@ -140,6 +152,12 @@ static PyObject *py_pop(PyObject *self, PyObject *args)
         uint32_t frame[2] = {0, 0};
         if (used >= FRAME_HEAD && used <= ring.capacity)
             copy_out(&ring, tail, frame, FRAME_HEAD);
+        uint64_t rest = ring.capacity - (tail & (ring.capacity - 1));
+        if (frame[0] == UINT32_MAX && frame[1] == SKIP && rest + FRAME_HEAD <= used) {
+            tail += rest;
+            used -= rest;
+            copy_out(&ring, tail, frame, FRAME_HEAD);
+        }
         uint64_t len = frame[0], need = (FRAME_HEAD + len + 7) & ~7ull;
         if (used > ring.capacity || frame[0] != ~frame[1] || need > used) {
             PyErr_SetString(PyExc_RuntimeError, "ring contents are damaged");

@@ -1,7 +1,7 @@
 """engine-api's side of the channel: starts engine-core, sends requests, hands its messages to the right request.
 
 Everything here runs on the event loop of engine-api; nothing blocks. When engine-core dies every request in flight gets
-EngineDead and `died` is set; restarting is the launcher's business, never ours.
+EngineDead and `on_death` is set; restarting is the launcher's business, never ours.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EngineClient:
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.fatal: Fatal | None = None
-        self.died = asyncio.Event()
+        self.on_death = asyncio.Event()
         self._ready_or_dead = asyncio.Event()
         self._handles: dict[str, RequestHandle] = {}
         self._queued: set[str] = set()
@@ -189,10 +189,10 @@ class EngineClient:
         if process.poll() is None:
             self._send(Control(control_id=0, op="stop"))
             try:
-                await asyncio.wait_for(self.died.wait(), grace_seconds)
+                await asyncio.wait_for(self.on_death.wait(), grace_seconds)
             except TimeoutError:
                 process.send_signal(signal.SIGKILL)
-                await self.died.wait()
+                await self.on_death.wait()
         return process.wait()
 
     def _exit_status(self) -> str:
@@ -226,7 +226,7 @@ class EngineClient:
         self._controls.clear()
         self._outbox.clear()
         self._ready_or_dead.set()
-        self.died.set()
+        self.on_death.set()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

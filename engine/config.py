@@ -60,9 +60,9 @@ class ModelConfig:
     """Immutable description of a decoder-only model of one of the supported families.
 
     `max_position` is the number of positions that may be served: max_position_embeddings, or
-    factor * original_max_position for yarn where that is more. `eos_token_ids` is the sorted union of config.json and
-    generation_config.json; the tokenizer's EOS is not read here. `torch_dtype` is what the checkpoint claims
-    ("auto" if nothing); the loader goes by the tensors.
+    factor * original_max_position where rope is scaled and that is more. `eos_token_ids` is the sorted union of
+    config.json and generation_config.json; the tokenizer's EOS is not read here. `torch_dtype` is what the checkpoint
+    claims ("auto" if nothing); the loader goes by the tensors.
     """
 
     family: str  # "llama" (SmolLM2 too), "mistral", "qwen2", "qwen3"
@@ -200,8 +200,9 @@ def _heads(keys: Section, family: str, hidden_size: int) -> tuple[int, int, int]
 
 
 def _max_position(declared: int, rope: RopeConfig) -> int:
-    # Qwen's documented yarn settings keep max_position_embeddings at the trained length.
-    if rope.kind == "yarn" and rope.original_max_position is not None:
+    # Not for llama3 (max_position_embeddings is the extended length by definition) nor for linear without the trained
+    # length: some authors left max_position_embeddings at it (vicuna-16k), some did not (deepseek-coder).
+    if rope.kind in ("linear", "dynamic", "yarn") and rope.original_max_position is not None:
         return min(max(declared, int(rope.factor * rope.original_max_position)), MAX_POSITION)
     return declared
 

@@ -34,9 +34,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class RopeConfig:
     """Inputs of the inverse frequencies, with the meanings of transformers' modeling_rope_utils.py.
 
-    linear: inv_freq / factor. dynamic (NTK): differs from default only past original_max_position, which we never
-    serve. llama3: low/high_freq_factor and original_max_position. yarn (arXiv 2309.00071): beta_*, truncate, and the
-    factor on cos and sin: attention_factor, else from mscale and mscale_all_dim, else 0.1 ln(factor) + 1.
+    linear: inv_freq / factor. dynamic (NTK): as default up to original_max_position (max_position_embeddings), past it
+    the base grows with the length. llama3: low/high_freq_factor and original_max_position. yarn (arXiv 2309.00071):
+    beta_*, truncate, and the factor on cos and sin: attention_factor, else from mscale and mscale_all_dim, else
+    0.1 ln(factor) + 1.
     """
 
     theta: float
@@ -72,7 +73,7 @@ def parse_rope(config: Section, max_position: int) -> RopeConfig:
         return RopeConfig(theta, kind, _factor(rope), original)
     if kind == "dynamic":
         if original not in (None, max_position):
-            # Then the frequencies depend on the length reached so far, and a cached key would be wrong a token later.
+            # transformers goes by max_position_embeddings alone; which of the two the author meant is a guess.
             raise ConfigError(
                 f"{rope.where}: original_max_position_embeddings is {original} but max_position_embeddings is "
                 f"{max_position}; with rope_type 'dynamic' they must be equal",

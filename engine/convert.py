@@ -14,7 +14,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BLOCK = 1 << 16  # elements; 3 arrays of 4 bytes each stay in a 1 MB L2 cache
+BLOCK = 1 << 16  # elements; source, result and scratch stay in a 1 MB L2 cache
 
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -26,54 +26,66 @@ class BfloatOverflow(ValueError):
     """A finite value is too large for bfloat16 and would become infinite."""
 
 
-def bf16_to_f32(source: U16, out: U32) -> None:
+class Scratch:
+    """Working memory of one thread, reused for every block: fresh arrays of this size would each be a mmap."""
+
+    def __init__(self) -> None:
+        self.a = np.empty(BLOCK, np.uint32)
+        self.b = np.empty(BLOCK, np.uint32)
+        self.wide = np.empty(BLOCK, np.uint32)
+
+
+def bf16_to_f32(source: U16, out: U32, scratch: Scratch) -> None:
     """Exact: a bfloat16 is the upper half of a float32."""
     np.left_shift(source, np.uint32(16), out=out, dtype=np.uint32)
 
 
-def f16_to_f32(source: U16, out: U32) -> None:
+def f16_to_f32(source: U16, out: U32, scratch: Scratch) -> None:
     """Exact, subnormals, infinities and NaN payloads included.
 
     Exponent and mantissa moved into float32's place give the value times 2**-112, so one multiplication by a power of
     two puts it right, subnormals too (a float32 subnormal times 2**112 is exact).
     """
+    sign = scratch.a[: source.size]
     np.bitwise_and(source, np.uint32(0x7FFF), out=out, dtype=np.uint32)
-    special = out >= 0x7C00  # infinity or NaN
+    any_special = out.size and out.max() >= 0x7C00  # infinity or NaN
     np.left_shift(out, np.uint32(13), out=out)
     value = out.view(np.float32)
     np.multiply(value, _F16_SCALE, out=value)
-    if special.any():
-        wide = source[special].astype(np.uint32)
-        out[special] = np.uint32(0x7F800000) | ((wide & np.uint32(0x3FF)) << np.uint32(13))
-    sign = np.bitwise_and(source, np.uint32(0x8000), dtype=np.uint32)
+    np.bitwise_and(source, np.uint32(0x8000), out=sign, dtype=np.uint32)
     np.left_shift(sign, np.uint32(16), out=sign)
     np.bitwise_or(out, sign, out=out)
+    if any_special:
+        special = (source & np.uint16(0x7C00)) == 0x7C00
+        wide = source[special].astype(np.uint32)
+        out[special] = (sign[special] | np.uint32(0x7F800000)) | ((wide & np.uint32(0x3FF)) << np.uint32(13))
 
 
-def f32_to_bf16(source: U32, out: U16) -> None:
+def f32_to_bf16(source: U32, out: U16, scratch: Scratch) -> None:
     """Round to nearest, ties to even. NaN keeps sign and upper payload and is made quiet. Raises BfloatOverflow."""
-    odd = np.right_shift(source, np.uint32(16))
-    np.bitwise_and(odd, np.uint32(1), out=odd)
-    np.add(odd, np.uint32(0x7FFF), out=odd)
-    np.add(odd, source, out=odd)
-    np.right_shift(odd, np.uint32(16), out=odd)
-    magnitude = np.bitwise_and(source, np.uint32(0x7FFFFFFF))
-    if magnitude.size and magnitude.max() >= 0x7F7F8000:  # half way above the largest finite bfloat16, or special
-        if np.any((magnitude >= 0x7F7F8000) & (magnitude < 0x7F800000)):
-            raise BfloatOverflow
-        nan = magnitude > 0x7F800000
-        odd[nan] = (source[nan] >> np.uint32(16)) | np.uint32(0x40)
-    out[...] = odd  # fits: the upper half is zero
+    work = scratch.b[: source.size]
+    np.bitwise_and(source, np.uint32(0x7FFFFFFF), out=work)
+    largest = work.max() if work.size else 0
+    if largest >= 0x7F7F8000 and np.any((work >= 0x7F7F8000) & (work < 0x7F800000)):
+        raise BfloatOverflow  # at least half way from the largest finite bfloat16 to the next, which is infinity
+    nan = (work > 0x7F800000) if largest > 0x7F800000 else None
+    np.right_shift(source, np.uint32(16), out=work)
+    np.bitwise_and(work, np.uint32(1), out=work)
+    np.add(work, np.uint32(0x7FFF), out=work)  # half of the last bit kept, less one unless that bit is odd
+    np.add(work, source, out=work)
+    np.right_shift(work, np.uint32(16), out=out, casting="unsafe")  # the upper half is zero
+    if nan is not None:
+        out[nan] = (source[nan] >> np.uint32(16)) | np.uint32(0x40)
 
 
-def f16_to_bf16(source: U16, out: U16) -> None:
+def f16_to_bf16(source: U16, out: U16, scratch: Scratch) -> None:
     """Through float32: exact up, one rounding down. The range grows, so nothing overflows."""
-    wide = np.empty(source.shape, np.uint32)
-    f16_to_f32(source, wide)
-    f32_to_bf16(wide, out)
+    wide = scratch.wide[: source.size]
+    f16_to_f32(source, wide, scratch)
+    f32_to_bf16(wide, out, scratch)
 
 
-_CONVERTERS: dict[tuple[str, str], Callable[[Any, Any], None]] = {
+_CONVERTERS: dict[tuple[str, str], Callable[[Any, Any, Scratch], None]] = {
     ("BF16", "F32"): bf16_to_f32,
     ("F16", "F32"): f16_to_f32,
     ("F32", "BF16"): f32_to_bf16,
@@ -90,5 +102,6 @@ def convert(source: memoryview, source_dtype: str, out: memoryview, out_dtype: s
     step = _CONVERTERS[source_dtype, out_dtype]
     before = np.frombuffer(source, dtype=_BITS[source_dtype])
     after = np.frombuffer(out, dtype=_BITS[out_dtype])
+    scratch = Scratch()
     for start in range(0, before.size, BLOCK):
-        step(before[start : start + BLOCK], after[start : start + BLOCK])
+        step(before[start : start + BLOCK], after[start : start + BLOCK], scratch)

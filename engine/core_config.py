@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -28,26 +27,6 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefill_chunk: int = 128
     num_threads: int | None = None  # CPU backend; default: the CPUs this process may use
     prefix_cache: bool = True
-
-
-def available_bytes() -> int:
-    """Memory this process may still take: the smaller of MemAvailable and what its cgroup (v2) leaves."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        path = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        root = Path("/sys/fs/cgroup" + path)
-        for group in (root, *root.parents):
-            if group == Path("/sys/fs"):
-                break
-            limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
-            if limit != "max":
-                available = min(available, int(limit) - int((group / "memory.current").read_text()))
-    except (StopIteration, OSError):
-        pass  # no cgroup v2 here: MemAvailable alone decides
-    return max(available, 0)
 
 
 def usable_cpus() -> int:

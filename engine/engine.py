@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, available_bytes, plan_kv_pages, usable_cpus
-from engine.errors import AdmissionError, ConfigError, EngineError
-from engine.kv_cache import KVCache
+from engine.core_config import CoreConfig, plan_kv_pages, usable_cpus
+from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
+from engine.host_memory import available_bytes
+from engine.kv_cache import KVCache, OutOfPages
 from engine.loader import arena_checksum, load_weights
 from engine.log import log_event
 from engine.messages import CoreMessage, Generate, Ready, Stats, Tokens
@@ -31,6 +32,8 @@ from engine.types import PAGE_TOKENS, FinishReason, Float32Array, SampleResult, 
 log = logging.getLogger("appliance.engine")
 
 IDLE_STATS_SECONDS = 0.5
+LOCATE_SECONDS = 1.0
+"""Least time between two searches for the layer where NaN began."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class Engine:
         self._steps = 0
         self._last_step_seconds = 0.0
         self._stats_at = 0.0
+        self._located_at = -LOCATE_SECONDS
 
     @classmethod
     def load(cls, config: CoreConfig, *, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -115,7 +119,10 @@ class Engine:
         )  # fmt: skip
         for note in weights.notes:
             log_event(log, logging.WARNING, "checkpoint_note", note)
-        return cls(config, model, weights, free_bytes=available_bytes(), load_seconds=load_seconds)
+        free_bytes = available_bytes()
+        if free_bytes is None and config.kv_tokens is None:
+            raise ConfigError("cannot tell how much memory is free here", hint="give --kv-tokens")
+        return cls(config, model, weights, free_bytes=free_bytes or 0, load_seconds=load_seconds)
 
     def close(self) -> None:
         self.runner.close()
@@ -132,6 +139,10 @@ class Engine:
             self.scheduler.check_admissible(len(message.prompt_ids), message.params.max_tokens)
             if not 0 <= min(message.prompt_ids) <= max(message.prompt_ids) < self.model.vocab_size:
                 raise AdmissionError(f"a prompt token id is outside 0..{self.model.vocab_size - 1}")
+            states = [
+                SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
+                for index in range(message.n)
+            ]
         except (AdmissionError, ValueError) as error:
             return [
                 Tokens(
@@ -159,8 +170,7 @@ class Engine:
                 deadline=message.deadline,
             )
             self._next_seq_id += 1
-            sampler_state = SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
-            choice = Choice(message, sequence, sampler_state, stop_ids=frozenset(stop_ids))
+            choice = Choice(message, sequence, states[index], stop_ids=frozenset(stop_ids))
             if message.echo_logprobs:
                 choice.prompt_logprobs = [None]
             indices[index] = sequence.seq_id
@@ -202,7 +212,7 @@ class Engine:
         except (EngineError, ValueError, IndexError) as error:  # refused before it wrote anything: a bug of ours
             log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, exc_info=True)
             return [self._report(self._choice(seq), error=str(error)) for seq in self.scheduler.fail(plan)]
-        self._echo(plan, logits, first_row)
+        broken = self._echo(plan, logits, first_row)
         sampling = [item for item in plan.items if item.samples and not item.seq.finished]
         rows = [first_row[item.seq.seq_id] + self._num_rows(item) - 1 for item in sampling]
         if rows != list(range(len(logits))):
@@ -213,20 +223,25 @@ class Engine:
         stopped: dict[int, FinishReason] = {}
         for choice, result in zip(choices, results, strict=True):
             seq_id = choice.sequence.seq_id
-            if choice.message.params.max_tokens == 0:  # echo without generation ends with the prompt
-                stopped[seq_id] = FinishReason.LENGTH
-            elif result.error is not None:
-                stopped[seq_id] = FinishReason.ERROR
+            if result.error is not None:
+                broken.setdefault(seq_id, result.error)
             else:
                 tokens[seq_id] = result.token_id
                 choice.sampling.append(result.token_id)
                 if result.token_id in choice.stop_ids:
                     stopped[seq_id] = FinishReason.STOP
-        self.scheduler.commit(plan, tokens, stopped)
-        return [
-            self._result(choice, result, stopped=stopped.get(choice.sequence.seq_id))
-            for choice, result in zip(choices, results, strict=True)
+        places = {seq_id: self._locate(self._choices[seq_id]) for seq_id in broken}  # while the pages are still there
+        ended = self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
+        out: list[CoreMessage] = [
+            self._failed(self._choices[seq_id], text, places[seq_id]) for seq_id, text in broken.items()
         ]
+        for choice, result in zip(choices, results, strict=True):
+            if choice.sequence.seq_id not in broken:
+                out.append(self._result(choice, result))
+        for sequence in ended:  # max_tokens = 0 (echo) samples nothing and ends with its prompt
+            if (choice_left := self._choices.get(sequence.seq_id)) is not None:
+                out.append(self._report(choice_left))
+        return out
 
     def _num_rows(self, item: Any) -> int:
         """Logits rows of a scheduled item: every position for echo, the last one when it samples, else none."""
@@ -263,8 +278,9 @@ class Engine:
         )
         return batch, first_row
 
-    def _echo(self, plan: StepPlan, logits: Float32Array, first_row: dict[int, int]) -> None:
-        """Logprobs of the prompt's own tokens: the row of position p judges token p + 1."""
+    def _echo(self, plan: StepPlan, logits: Float32Array, first_row: dict[int, int]) -> dict[int, str]:
+        """Logprobs of the prompt's own tokens: the row of position p judges token p + 1. Returns what was wrong."""
+        broken: dict[int, str] = {}
         for item in plan.items:
             choice = self._choices.get(item.seq.seq_id)
             if choice is None or choice.prompt_logprobs is None:
@@ -273,24 +289,57 @@ class Engine:
             for p in range(item.start, min(item.start + item.count, item.seq.num_prompt_tokens - 1)):
                 if p + 1 == len(choice.prompt_logprobs):  # not again after a preemption
                     row = logits[first_row[item.seq.seq_id] + p - item.start]
-                    choice.prompt_logprobs.append(token_logprobs(row, item.seq.token_ids[p + 1], wanted))
+                    try:
+                        choice.prompt_logprobs.append(token_logprobs(row, item.seq.token_ids[p + 1], wanted))
+                    except NumericError as error:
+                        broken[item.seq.seq_id] = error.message
+                        break
+        return broken
+
+    def _locate(self, choice: Choice) -> dict[str, Any]:
+        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}, by computing it once more.
+
+        On pages of its own. At most once a second: a GPU that has gone bad must not spend its time on diagnosis.
+        """
+        token_ids = choice.sequence.token_ids
+        if time.monotonic() - self._located_at >= LOCATE_SECONDS:
+            try:
+                for start, batch in self._replay(token_ids):
+                    if (found := self.runner.find_nonfinite(batch)) is not None:
+                        layer, op, row = found
+                        return {"layer": layer, "op": op, "position": start + row}
+            except OutOfPages:
+                pass  # the answer is less precise, nothing else
+            finally:
+                self._located_at = time.monotonic()
+        return {"op": "logits", "position": len(token_ids) - 1}
+
+    def _replay(self, token_ids: list[int]) -> Iterator[tuple[int, StepBatch]]:
+        """(start, batch) of each chunk of a sequence that is computed from scratch beside the requests in flight, on
+        borrowed pages that are given back at the end; logits at every position. OutOfPages if there are too few."""
+        pages = self.kv_cache.allocate(-(-len(token_ids) // PAGE_TOKENS))
+        try:
+            table = np.array([pages], np.int32)
+            for start in range(0, len(token_ids), self.config.prefill_chunk):
+                chunk = np.array(token_ids[start : start + self.config.prefill_chunk], np.int32)
+                rows = np.arange(len(chunk), dtype=np.int32)
+                yield start, StepBatch(chunk, rows + np.int32(start), np.zeros_like(rows), table, rows)
+        finally:
+            self.kv_cache.release(pages)
 
     # ---- what a step means for a choice ----------------------------------------------------------------------------
 
     def _choice(self, sequence: Sequence) -> Choice:
         return self._choices[sequence.seq_id]
 
-    def _result(self, choice: Choice, result: SampleResult, stopped: FinishReason | None) -> Tokens:
-        if stopped is FinishReason.ERROR:
-            position = choice.sequence.num_prompt_tokens + choice.sampling.num_generated - 1
-            where = {"op": "logits", "position": position, "step": self._steps}
-            request_id = choice.message.request_id
-            log_event(log, logging.ERROR, "request_failed", result.error or "", req_id=request_id, **where)
-            return self._report(choice, error=result.error, error_where=where)
-        if stopped is FinishReason.STOP:
+    def _failed(self, choice: Choice, text: str, where: dict[str, Any]) -> Tokens:
+        where = {**where, "step": self._steps}
+        log_event(log, logging.ERROR, "request_failed", text, req_id=choice.message.request_id, **where)
+        return self._report(choice, error=text, error_where=where)
+
+    def _result(self, choice: Choice, result: SampleResult) -> Tokens:
+        if choice.sequence.finish_reason is FinishReason.STOP:
             return self._report(choice, stop_token_id=result.token_id)
-        if choice.message.params.max_tokens == 0:
-            return self._report(choice)
         logprobs = [result.logprob] if result.logprob is not None else None
         return self._report(choice, token_ids=[result.token_id], logprobs=logprobs)
 
@@ -354,19 +403,7 @@ class Engine:
         Runs beside the requests in flight on pages of its own, without the prefix cache: everything is computed.
         """
         self.scheduler.check_admissible(len(prompt_ids), 1)
-        num_pages = -(-len(prompt_ids) // PAGE_TOKENS)
-        if num_pages > self.kv_cache.free_pages:
-            raise EngineError(f"{num_pages} KV pages are needed, {self.kv_cache.free_pages} are free", hint="try again")
-        pages = self.kv_cache.allocate(num_pages)
         digest = hashlib.sha256()
-        try:
-            table = np.array([pages], np.int32)
-            for start in range(0, len(prompt_ids), self.config.prefill_chunk):
-                chunk = np.array(prompt_ids[start : start + self.config.prefill_chunk], np.int32)
-                rows = np.arange(len(chunk), dtype=np.int32)
-                zeros = np.zeros(len(chunk), np.int32)
-                logits = self.runner.forward(StepBatch(chunk, rows + np.int32(start), zeros, table, rows))
-                digest.update(memoryview(np.ascontiguousarray(logits)).cast("B"))
-        finally:
-            self.kv_cache.release(pages)
+        for _start, batch in self._replay(prompt_ids):
+            digest.update(self.runner.forward(batch).tobytes())
         return {"sha256": digest.hexdigest(), "positions": len(prompt_ids)}

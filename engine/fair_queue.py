@@ -3,9 +3,10 @@ sharing between the buckets, and a bound on how often a sequence that does not f
 
 Two guarantees, both tested:
 1. Compute. While buckets a and b both have prefill work that fits, the tokens they get stay in proportion to their
-   weights: |tokens_a / weight_a - tokens_b / weight_b| <= PAGE_TOKENS / weight_a + PAGE_TOKENS / weight_b
-   (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996, with one page as the largest quantum). So a short
-   prompt waits at most for the other buckets' shares, never for a whole long prompt, and long prompts always move.
+   weights: |tokens_a / weight_a - tokens_b / weight_b| <= 2 * (PAGE_TOKENS / weight_a + PAGE_TOKENS / weight_b)
+   (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996, with one page as the largest quantum; twice their
+   bound because the end of a step, too small for a whole page, goes to whoever can use it). So a short prompt waits
+   at most for the other buckets' shares, never for a whole long prompt, and long prompts always move.
 2. Memory and slots. Once the head of a bucket was refused for want of pages or a slot, other buckets admit at most
    `max_overtakes` later arrivals before that bucket admits one; then all admission waits until what runs has freed
    enough for it. A sequence with k others before it in its bucket: at most (k + 1) * max_overtakes.
@@ -19,6 +20,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from engine.sequence import Sequence
+from engine.types import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +50,7 @@ class FairQueue:
         scale = lcm(*weights)
         self._cost = [scale // weight for weight in weights]  # virtual time of one token
         self._time = [0] * NUM_BUCKETS
+        self._max_lag = PAGE_TOKENS * max(self._cost)
         self._now = 0  # virtual time at which the last quantum was given
 
     def __len__(self) -> int:
@@ -143,5 +146,6 @@ class FairQueue:
         """Buckets that had nothing to run, or nothing that fits (`unfit`), do not save up the share they left."""
         urgent = self._urgent_bucket()
         for bucket in range(NUM_BUCKETS):
-            if bucket in unfit or not self._may_run(bucket, urgent):
-                self._time[bucket] = max(self._time[bucket], self._now)
+            idle = bucket in unfit or not self._may_run(bucket, urgent)
+            floor = self._now if idle else self._now - self._max_lag
+            self._time[bucket] = max(self._time[bucket], floor)

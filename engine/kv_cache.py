@@ -131,13 +131,23 @@ class KVCache:
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * PAGE_TOKENS
         seq.num_published_pages = len(hits)
         seq.cache_serial = serial
+        self._limit(seq)
         return True
+
+    def grow(self, seq: Sequence) -> None:
+        """One more page at the end of the block table."""
+        seq.block_table.extend(self.allocate(1))
+        self._limit(seq)
+
+    @staticmethod
+    def _limit(seq: Sequence) -> None:
+        seq.scheduling_limit = min(seq.max_kv_tokens, len(seq.block_table) * PAGE_TOKENS)
 
     def detach(self, seq: Sequence) -> None:
         """Gives up all pages of `seq`; what was published stays cached until its pages are needed."""
         self.release(seq.block_table)
         seq.block_table.clear()
-        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
+        seq.num_computed_tokens = seq.num_scheduled_tokens = seq.scheduling_limit = 0
         seq.num_published_pages = 0
         seq.cache_serial = ROOT_SERIAL
 

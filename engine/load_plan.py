@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from engine.checkpoint import Checkpoint
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.jsonfile import shown
 from engine.params import ALIGNMENT, LM_HEAD_SOURCE, Param, is_ignorable, parameters, targets
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from engine.config import ModelConfig
     from engine.safetensors import TensorInfo
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -130,8 +130,12 @@ class CheckpointSummary:
     notes: tuple[str, ...]
 
 
-def checkpoint_summary(path: str | Path, config: ModelConfig) -> CheckpointSummary:
-    """Check all that can be checked without reading weights: headers, names, shapes, dtypes. Raises as load_weights."""
+def checkpoint_summary(path: str | Path, config: ModelConfig | None = None) -> CheckpointSummary:
+    """Check all that can be checked without reading weights: config, headers, names, shapes, dtypes.
+
+    Raises ConfigError and CheckpointError as ModelConfig.from_dir and load_weights would.
+    """
+    config = config or ModelConfig.from_dir(path)
     with Checkpoint.open(path) as checkpoint:
         plan = plan_load(checkpoint, config)
         return CheckpointSummary(

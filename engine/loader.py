@@ -21,6 +21,7 @@ import numpy as np
 from engine.checkpoint import Checkpoint
 from engine.convert import BfloatOverflow, convert
 from engine.errors import CheckpointError, ConfigError
+from engine.host_memory import available_bytes
 from engine.load_plan import CHUNK_BYTES, CheckpointSummary, CopyOp, DType, LoadPlan, checkpoint_summary, plan_load
 from engine.params import EMBED_SOURCE, LM_HEAD_SOURCE
 from engine.types import Weights
@@ -37,6 +38,8 @@ __all__ = [
 ]  # fmt: skip
 
 HASH_BLOCK_BYTES = 16 << 20
+
+_MEMORY_HINT = "Use a smaller model or dtype, or a machine (or MemoryMax) with more memory."
 
 
 class Destination(Protocol):
@@ -59,12 +62,16 @@ class HostArena:
     """
 
     def __init__(self, nbytes: int) -> None:
+        available = available_bytes()
+        if available is not None and nbytes > available:  # mmap itself would promise more than there is
+            raise ConfigError(
+                f"the weights need {nbytes} bytes of memory, {available} are available", hint=_MEMORY_HINT
+            )
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as exc:
             raise ConfigError(
-                f"cannot reserve {nbytes} bytes of memory for the weights: {exc}",
-                hint="Use a smaller model or dtype, or a machine (or MemoryMax) with more memory.",
+                f"cannot reserve {nbytes} bytes of memory for the weights: {exc}", hint=_MEMORY_HINT
             ) from exc
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)

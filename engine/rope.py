@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864): inverse frequencies and the table of cos and sin.
 
-Frequencies follow transformers' modeling_rope_utils.py for the kinds default, linear, dynamic, llama3 and yarn: they
-are computed in float64 and rounded to float32 once; the angle position * inv_freq is rounded to float32, as there
-(at position 100,000 that rounding is worth 0.004 rad, so it has to be the same one); cos and sin of that float32 angle
-are taken in float64 and rounded.
+Frequencies follow transformers' modeling_rope_utils.py for the kinds default, linear, dynamic, llama3 and yarn, with a
+rounding to float32 after each operation, as there. That matters: at position p one unit in the last place of an inverse
+frequency is worth p times as much in the angle (frequencies rounded once from float64 moved the logits at position
+4,200 by 2e-4). Powers, cos and sin are correctly rounded.
 
 Dynamic NTK depends on the sequence length. transformers recomputes all frequencies when a sequence grows past
 original_max_position but keeps keys that were rotated with the old ones, so its answer depends on how the prompt was
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from engine.config import RopeConfig
     from engine.types import Float32Array
 
-Float64Array = npt.NDArray[np.float64]
-
 _TABLE_ROWS = 4096  # positions per step when the table is filled: bounds the float64 temporaries
 
 
@@ -48,29 +46,47 @@ def rope_table(config: RopeConfig, head_dim: int, max_position: int) -> tuple[Fl
         if config.kind == "dynamic" and stop > _original(config):
             inv_freq = np.stack([inverse_frequencies(config, head_dim, seq_len=p + 1) for p in range(start, stop)])
         angles = (positions[:, None] * inv_freq).astype(np.float64)
-        cos[start:stop] = np.cos(angles).astype(np.float32) * scaling
-        sin[start:stop] = np.sin(angles).astype(np.float32) * scaling
+        cos[start:stop] = _rounded(np.cos, angles) * scaling
+        sin[start:stop] = _rounded(np.sin, angles) * scaling
     return cos, sin
+
+
+def _rounded(function: np.ufunc, angles: npt.NDArray[np.float64]) -> Float32Array:
+    """function(angles) rounded correctly to float32, so that the table has the same bits with every numpy and libm:
+    where a last-place error in float64 could change the rounding, the value is taken again in long double."""
+    values: npt.NDArray[np.float64] = function(angles)
+    low: Float32Array = (values * (1 - 2.0**-49)).astype(np.float32)
+    high: Float32Array = (values * (1 + 2.0**-49)).astype(np.float32)
+    doubtful = low != high
+    low[doubtful] = function(angles[doubtful].astype(np.longdouble)).astype(np.float32)
+    return low
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, *, seq_len: int | None = None) -> Float32Array:
     """Inverse frequencies (head_dim / 2,) float32. `seq_len` matters to dynamic only (module docstring)."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     if config.kind == "dynamic":
-        theta = _dynamic_theta(config, head_dim, seq_len)
-        return (1.0 / theta**exponents).astype(np.float32)
-    plain: Float64Array = 1.0 / config.theta**exponents
+        return _reciprocal(_powers(_dynamic_theta(config, head_dim, seq_len), head_dim))
+    powers = _powers(config.theta, head_dim)
     if config.kind == "default":
-        result = plain
-    elif config.kind == "linear":
-        result = plain / config.factor
-    elif config.kind == "llama3":
-        result = _llama3(config, plain)
-    elif config.kind == "yarn":
-        result = _yarn(config, plain, head_dim)
-    else:
-        raise ConfigError(f"rope kind {config.kind!r} is not supported")
-    return result.astype(np.float32)
+        return _reciprocal(powers)
+    if config.kind == "linear":
+        return _reciprocal(powers) / np.float32(config.factor)
+    if config.kind == "llama3":
+        return _llama3(config, _reciprocal(powers))
+    if config.kind == "yarn":
+        return _yarn(config, powers, head_dim)
+    raise ConfigError(f"rope kind {config.kind!r} is not supported")
+
+
+def _powers(theta: float, head_dim: int) -> Float32Array:
+    """theta^(2i/D) (head_dim / 2,), both the exponent and the power rounded to float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers: Float32Array = (np.longdouble(theta) ** exponents.astype(np.longdouble)).astype(np.float32)
+    return powers
+
+
+def _reciprocal(powers: Float32Array) -> Float32Array:
+    return np.float32(1) / powers
 
 
 def attention_scaling(config: RopeConfig) -> float:
@@ -99,22 +115,27 @@ def _dynamic_theta(config: RopeConfig, head_dim: int, seq_len: int | None) -> fl
     original = _original(config)
     if head_dim <= 2:
         raise ConfigError("rope kind 'dynamic' needs head_dim > 2")
-    length = max(seq_len or original, original)
-    stretch = config.factor * length / original - (config.factor - 1)
-    return float(config.theta * stretch ** (head_dim / (head_dim - 2)))
+    if seq_len is None or seq_len <= original:
+        return config.theta
+    f32 = np.float32
+    stretch = f32(f32(config.factor) * f32(seq_len)) / f32(original) - f32(config.factor - 1)
+    return float(f32(config.theta) * f32(float(stretch) ** (head_dim / (head_dim - 2))))
 
 
-def _llama3(config: RopeConfig, plain: Float64Array) -> Float64Array:
+def _llama3(config: RopeConfig, plain: Float32Array) -> Float32Array:
     """Llama 3.1: long wavelengths are divided by factor, short ones kept, those between blended linearly."""
-    original, low, high = _original(config), config.low_freq_factor, config.high_freq_factor
-    rotations = original * plain / (2 * math.pi)  # turns within the original context
-    if high == low:
-        return np.where(rotations < low, plain / config.factor, plain)
-    smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-    return (1 - smooth) * plain / config.factor + smooth * plain
+    f32, original = np.float32, _original(config)
+    low, high = config.low_freq_factor, config.high_freq_factor
+    wavelength = f32(2 * math.pi) / plain
+    divided = plain / f32(config.factor)
+    smooth = (f32(original) / wavelength - f32(low)) / f32(high - low) if high != low else np.ones_like(plain)
+    blended = (f32(1) - smooth) * plain / f32(config.factor) + smooth * plain
+    kept_or_divided = np.where(wavelength > f32(original / low), divided, plain)
+    between = (wavelength >= f32(original / high)) & (wavelength <= f32(original / low))
+    return np.where(between, blended, kept_or_divided)
 
 
-def _yarn(config: RopeConfig, plain: Float64Array, head_dim: int) -> Float64Array:
+def _yarn(config: RopeConfig, powers: Float32Array, head_dim: int) -> Float32Array:
     """YaRN (arXiv 2309.00071): a linear ramp over the dimensions from kept (fast) to divided by factor (slow)."""
 
     def dimension(rotations: float) -> float:  # the dimension that makes that many turns within the original context
@@ -126,5 +147,8 @@ def _yarn(config: RopeConfig, plain: Float64Array, head_dim: int) -> Float64Arra
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # as transformers does: a step instead of a division by zero
-    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
-    return plain / config.factor * ramp + plain * (1 - ramp)
+    f32, one = np.float32, np.float32(1)
+    ramp = np.clip((np.arange(head_dim // 2, dtype=f32) - f32(low)) / f32(high - low), f32(0), one)
+    kept = one - ramp
+    blended: Float32Array = one / (f32(config.factor) * powers) * (one - kept) + one / powers * kept
+    return blended

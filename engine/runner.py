@@ -1,8 +1,8 @@
 """ModelRunner: the forward pass of one model on the CPU, over the paged KV pool.
 
-One layer is eight ops (kernels/cpu_ops.py), each of which computes an output row from its own input row in one fixed
-order; attention reads only the row's own sequence. Hence exactness: a token's logits have the same bits whatever else is
-in the batch, however the prompt is cut into chunks, and with any number of threads.
+One layer is nine ops (kernels/cpu_ops.py), each of which computes an output row from its own input row in one fixed
+order; attention reads only the row's own sequence. Hence exactness: a token's logits have the same bits whatever else
+is in the batch, however the prompt is cut into chunks, and with any number of threads.
 
 The CUDA backend implements the same `Runner`.
 """
@@ -21,6 +21,8 @@ from engine.types import PAGE_TOKENS, Float32Array, StepBatch, Weights
 from kernels import cpu_ops as ops
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.config import ModelConfig
 
 
@@ -62,8 +64,8 @@ def kv_bytes_per_page(config: ModelConfig) -> int:
 class ModelRunner:
     """The CPU `Runner`. All memory is reserved here; a step allocates only the logits it returns.
 
-    num_pages: size of the KV pool. max_batch_tokens: most tokens of one batch. max_model_len: positions 0..that-1 can be
-    used (default config.max_position). Raises ConfigError if the weights do not fit the config.
+    num_pages: size of the KV pool. max_batch_tokens: most tokens of one batch. max_model_len: positions 0..that-1 can
+    be used (default config.max_position). Raises ConfigError if the weights do not fit the config.
     Not thread-safe: one forward at a time.
     """
 
@@ -93,7 +95,7 @@ class ModelRunner:
         self._cos, self._sin = rope_table(config.rope, config.head_dim, self.max_model_len)
         # numpy asks for zero pages, so memory is taken when a page is first written, not here.
         pool_shape = (config.num_layers, 2, num_pages, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
-        self._pool = np.zeros(pool_shape, np.float32)
+        self._pool: Float32Array = np.zeros(pool_shape, np.float32)
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._workspace = _Workspace(config, max_batch_tokens)
 
@@ -107,32 +109,56 @@ class ModelRunner:
         Raises ValueError (shapes, too many tokens) or IndexError (token id, position, page, row) before the pool is
         touched; the message names the token.
         """
-        num_tokens = self._check(batch)
+        w = self._workspace.rows(self._check(batch))
+        for _ in self._layer_ops(batch, w):
+            pass
+        return self._logits(w.x[batch.logits_rows])
+
+    def find_nonfinite(self, batch: StepBatch) -> tuple[int | None, str, int] | None:
+        """Runs the batch and returns (layer, op, row) of the first op whose output holds NaN or Inf (layer None: not in
+        a layer), or None. Slow; for telling an operator where a request went wrong."""
+        w = self._workspace.rows(self._check(batch))
+        for layer, op, output in self._layer_ops(batch, w):
+            if (row := _first_bad_row(output)) is not None:
+                return layer, op, row
+        bad = _first_bad_row(self._logits(w.x[batch.logits_rows]))
+        return None if bad is None else (None, "lm_head", int(batch.logits_rows[bad]))
+
+    def _layer_ops(self, batch: StepBatch, w: _Rows) -> Iterator[tuple[int | None, str, Float32Array]]:
+        """Embedding and layers, one op each time the caller asks on: (layer, op, output). The result is left in w.x."""
         config, threads = self.config, self.num_threads
-        w = self._workspace.rows(num_tokens)
         ops.embed(w.x, self._embed, batch.token_ids, num_threads=threads)
+        yield None, "embed", w.x
         tokens = (batch.positions, batch.seq_index, batch.block_tables)
         delta: Float32Array | None = None  # output of the last block, added to x by the next norm
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
             ops.rmsnorm(w.normed, w.x, layer.attn_norm, config.rms_eps, residual=delta, num_threads=threads)
+            yield i, "attn_norm", w.normed
             ops.matmul(w.qkv, w.normed, layer.qkv, num_threads=threads)
+            yield i, "qkv", w.qkv
             ops.qkv_rope_append(
                 w.q, w.qkv, self._cos, self._sin, layer.k_pages, layer.v_pages, *tokens,
                 bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.rms_eps, num_threads=threads,
             )  # fmt: skip
+            yield i, "rope", w.q
             ops.paged_attention(
                 w.attn, w.q, layer.k_pages, layer.v_pages, *tokens,
                 scale=config.head_dim**-0.5, window=config.sliding_window, num_threads=threads,
             )  # fmt: skip
+            yield i, "attention", w.attn_flat
             delta = w.delta
             ops.matmul(delta, w.attn_flat, layer.o, num_threads=threads)
+            yield i, "o", delta
             ops.rmsnorm(w.normed, w.x, layer.mlp_norm, config.rms_eps, residual=delta, num_threads=threads)
+            yield i, "mlp_norm", w.normed
             ops.matmul(w.gate_up, w.normed, layer.gate_up, num_threads=threads)
+            yield i, "gate_up", w.gate_up
             ops.swiglu(w.mlp, w.gate_up, num_threads=threads)
+            yield i, "swiglu", w.mlp
             ops.matmul(delta, w.mlp, layer.down, num_threads=threads)
+            yield i, "down", delta
         if delta is not None:
             ops.add(w.x, delta, num_threads=threads)
-        return self._logits(w.x[batch.logits_rows])
 
     def close(self) -> None:
         """Drops the pool and the weights."""
@@ -158,6 +184,12 @@ class ModelRunner:
             raise ValueError("logits_rows must be int32 (num_logits,)")
         if len(rows) and (rows.min() < 0 or rows.max() >= num_tokens):
             raise IndexError(f"logits_rows must lie in 0..{num_tokens - 1}")
+        if len(batch.positions) != num_tokens:
+            raise ValueError(f"positions has size {len(batch.positions)}; there are {num_tokens} token ids")
+        ops.check_tokens(
+            self._pool[0, 0], self._pool[0, 1], batch.positions, batch.seq_index, batch.block_tables,
+            window=self.config.sliding_window, max_position=self.max_model_len,
+        )  # fmt: skip
         return num_tokens
 
     def _layer(self, index: int) -> _Layer:
@@ -183,6 +215,12 @@ class ModelRunner:
         )
 
 
+def _first_bad_row(output: Float32Array) -> int | None:
+    """Index of the first row (leading axis) with NaN or Inf, or None."""
+    bad = np.flatnonzero(~np.isfinite(output).reshape(len(output), -1).all(axis=1))
+    return int(bad[0]) if len(bad) else None
+
+
 def _tensor(weights: Weights, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     tensor = weights.tensors.get(name)
     if tensor is None:
@@ -193,6 +231,13 @@ def _tensor(weights: Weights, name: str, shape: tuple[int, ...]) -> npt.NDArray[
     if tensor.dtype != wanted or not tensor.flags.c_contiguous:
         raise ConfigError(f"{name} is {tensor.dtype}; wanted C-contiguous {np.dtype(wanted)}")
     return tensor
+
+
+def _aligned_zeros(rows: int, width: int) -> Float32Array:
+    """Zeros that start on a cache line: numpy aligns to 16 bytes, and a vector load across two lines costs double."""
+    raw = np.zeros(rows * width + 16, np.float32)
+    start = -(raw.ctypes.data // 4) % 16
+    return raw[start : start + rows * width].reshape(rows, width)
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,7 +271,7 @@ class _Workspace:
             "gate_up": 2 * config.intermediate_size,
             "mlp": config.intermediate_size,
         }
-        self._buffers = {name: np.zeros((max_tokens, width), np.float32) for name, width in widths.items()}
+        self._buffers = {name: _aligned_zeros(max_tokens, width) for name, width in widths.items()}
 
     def rows(self, num_tokens: int) -> _Rows:
         views = {name: buffer[:num_tokens] for name, buffer in self._buffers.items()}

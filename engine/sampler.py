@@ -247,7 +247,8 @@ def _draw(row: Float32Array, top: float, state: SampleState) -> int:
         values = values[kept]
     weights = softmax_weights(values, top, params.temperature)
     if params.top_p < 1.0:
-        _zero_outside_nucleus(values, weights, params.top_p, top + ZERO_BELOW * params.temperature)
+        floor = max(top + ZERO_BELOW * params.temperature, -_FLOAT_MAX)
+        _zero_outside_nucleus(values, weights, params.top_p, floor)
     running = np.cumsum(weights, out=weights)
     bits = token_bits(params.seed, state.seed_index, state.num_generated)
     r = (bits * int(running[-1])) >> 64

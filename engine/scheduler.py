@@ -46,6 +46,9 @@ __all__ = [
     "bucket_of",
 ]
 
+# Looked up once: an enum member costs more than the rest of a line, and these run for every sequence of every step.
+_RUNNING, _DRAINING, _FINISHED = SeqState.RUNNING, SeqState.DRAINING, SeqState.FINISHED
+_ERROR = FinishReason.ERROR
 _NOTHING_STOPPED: dict[int, FinishReason] = {}
 
 
@@ -105,7 +108,7 @@ class Scheduler:
         else:
             self._stop_running(seq)
             self._draining.pop(seq_id, None)
-        seq.state = SeqState.FINISHED
+        seq.state = _FINISHED
         seq.finish_reason = reason
         self._finished[reason] += 1
         if reason is FinishReason.ERROR:
@@ -152,7 +155,7 @@ class Scheduler:
         items = []
         for seq in self._decoding.values():
             start = seq.num_scheduled_tokens
-            if start == seq.max_kv_tokens or start == len(seq.block_table) * PAGE_TOKENS:
+            if start == seq.scheduling_limit:
                 continue  # its last token is in flight already, or it waits for a page that is being drained
             seq.num_scheduled_tokens = start + 1
             seq.num_in_flight += 1
@@ -161,18 +164,10 @@ class Scheduler:
 
     def _grow_decodes(self) -> None:
         """Gives a page to each decoding sequence that is at the end of its last one, the oldest first."""
-        full = [
-            seq
-            for seq in self._decoding.values()
-            if seq.num_scheduled_tokens == len(seq.block_table) * PAGE_TOKENS
-            and seq.num_scheduled_tokens < seq.max_kv_tokens
-        ]
-        if not full:
-            return
-        full.sort(key=_order)
-        for seq in full:
-            if seq.state is SeqState.RUNNING and self._make_room(seq):
-                seq.block_table.extend(self.kv.allocate(1))
+        full = [seq for seq in self._decoding.values() if seq.num_scheduled_tokens == seq.scheduling_limit]
+        for seq in sorted(full, key=_order):
+            if seq.scheduling_limit < seq.max_kv_tokens and seq.state is _RUNNING and self._make_room(seq):
+                self.kv.grow(seq)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempts the youngest until a page is free. False if `seq` itself was the youngest, or if it must wait for
@@ -193,7 +188,7 @@ class Scheduler:
         self._stop_running(seq)
         self._preemptions += 1
         seq.num_preemptions += 1
-        seq.state = SeqState.DRAINING
+        seq.state = _DRAINING
         self._draining[seq.seq_id] = seq
         if not seq.num_in_flight:
             self._requeue(seq)
@@ -263,7 +258,7 @@ class Scheduler:
         if not self.kv.attach(seq, use_cache=use_cache, keep_free=self._headroom(seq, num_running)):
             self._queue.refuse(bucket)
             return None
-        seq.state = SeqState.RUNNING
+        seq.state = _RUNNING
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
             self._prefix_hit_tokens += seq.num_cached_tokens
@@ -272,11 +267,14 @@ class Scheduler:
         return seq
 
     def _headroom(self, seq: Sequence, num_running: int) -> int:
-        """Pages an admission must leave free. One for each running sequence if `seq` was preempted before, else it
-        would be back in the queue before it made progress; none if it runs alone (check_admissible: it fits)."""
+        """Pages an admission must leave free; none if `seq` runs alone (check_admissible: it fits).
+
+        If it was preempted before, one for itself and each running sequence: so many borders are crossed in the next
+        PAGE_TOKENS steps, so it stays at least that long and recomputing it was worth the while.
+        """
         if not num_running:
             return 0
-        return max(num_running, self._watermark) if seq.num_preemptions else self._watermark
+        return max(num_running + 1, self._watermark) if seq.num_preemptions else self._watermark
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
@@ -296,41 +294,38 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0] is not plan:
             raise ValueError(f"step {plan.step} is not the oldest plan in flight")
         for item in plan.items:
-            seq_id = item.seq.seq_id
-            if item.samples and seq_id not in tokens and seq_id not in stopped and not item.seq.finished:
-                raise ValueError(f"step {plan.step} sampled for sequence {seq_id} but no token was given")
+            if item.samples and item.seq.seq_id not in tokens:
+                self._check_excused(plan, item.seq, stopped)
         self._in_flight.popleft()
+        use_cache = self.config.prefix_cache
         ended = []
         for item in plan.items:
             seq = item.seq
             seq.num_in_flight -= 1
-            if seq.state is SeqState.FINISHED:
+            state = seq.state
+            if state is _FINISHED:
                 self._retire(seq)
                 continue
-            reason = self._take_result(item, tokens, stopped)
+            reason = stopped.get(seq.seq_id) if stopped else None
+            if reason is not _ERROR:
+                end = seq.num_computed_tokens = item.start + item.count
+                if item.samples and (token := tokens.get(seq.seq_id)) is not None:
+                    seq.token_ids.append(token)
+                if use_cache and end // PAGE_TOKENS > seq.num_published_pages:
+                    self.kv.publish(seq)
+                if reason is None and end >= seq.max_kv_tokens:
+                    reason = FinishReason.LENGTH
             if reason is not None:
                 self.finish(seq.seq_id, reason)
                 ended.append(seq)
-            elif seq.state is SeqState.DRAINING and not seq.num_in_flight:
+            elif state is _DRAINING and not seq.num_in_flight:
                 self._requeue(seq)
         return ended
 
-    def _take_result(
-        self, item: ScheduledSeq, tokens: Mapping[int, int], stopped: Mapping[int, FinishReason]
-    ) -> FinishReason | None:
-        """Why the sequence ends now, or None."""
-        seq = item.seq
-        reason = stopped.get(seq.seq_id)
-        if reason is FinishReason.ERROR:
-            return reason
-        end = seq.num_computed_tokens = item.start + item.count
-        if item.samples and seq.seq_id in tokens:
-            seq.token_ids.append(tokens[seq.seq_id])
-        if self.config.prefix_cache and end // PAGE_TOKENS > seq.num_published_pages:
-            self.kv.publish(seq)
-        if reason is None and end >= seq.max_kv_tokens:
-            return FinishReason.LENGTH
-        return reason
+    @staticmethod
+    def _check_excused(plan: StepPlan, seq: Sequence, stopped: Mapping[int, FinishReason]) -> None:
+        if seq.seq_id not in stopped and seq.state is not _FINISHED:
+            raise ValueError(f"step {plan.step} sampled for sequence {seq.seq_id} but no token was given")
 
     def _retire(self, seq: Sequence) -> None:
         if not seq.num_in_flight:

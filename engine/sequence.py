@@ -75,6 +75,7 @@ class Sequence:
         "order",
         "page_keys",
         "request_id",
+        "scheduling_limit",
         "seq_id",
         "state",
         "token_ids",
@@ -116,6 +117,7 @@ class Sequence:
         self.max_kv_tokens = self.num_prompt_tokens + max(max_tokens, 1) - 1
         # Scheduler internals.
         self.num_scheduled_tokens = 0
+        self.scheduling_limit = 0  # tokens that may be scheduled with the pages it has
         self.num_in_flight = 0  # plans in flight that hold this sequence
         self.num_preemptions = 0
         self.order = 0  # arrival number: smaller is older

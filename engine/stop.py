@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+MAX_STOP_CHARACTERS = 16_384
+"""Of all stop strings of a request together: bounds the automaton to about 5 MB (the endpoint's own limit is lower)."""
+
+
 class StopMatcher:
     """Matches the stop strings of one choice (Aho and Corasick, CACM 1975: linear in the text, however many strings).
 
@@ -21,7 +25,7 @@ class StopMatcher:
     With `include_stop` the stop string itself is emitted too (vLLM's include_stop_str_in_output).
 
     Text is held back only while it is the beginning of some stop string; `flush` releases it at the end of the stream.
-    Raises ValueError for an empty stop string.
+    Raises ValueError for an empty stop string, or more than MAX_STOP_CHARACTERS of them.
     """
 
     __slots__ = ("_children", "_fail", "_first", "_match", "_node", "_path", "_stops", "include_stop", "matched")
@@ -29,6 +33,8 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
+        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"the stop strings must not be longer than {MAX_STOP_CHARACTERS} characters together")
         self.include_stop = include_stop
         self.matched: str | None = None
         self._stops = list(dict.fromkeys(stops))

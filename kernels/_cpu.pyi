@@ -44,6 +44,16 @@ def paged_attention(
     num_threads: int,
     /,
 ) -> None: ...
+def check_tokens(
+    k_pages: _F32,
+    v_pages: _F32,
+    positions: _I32,
+    seq_index: _I32,
+    block_tables: _I32,
+    window: int,
+    max_position: int,
+    /,
+) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str, /) -> None: ...
 def shutdown() -> None: ...

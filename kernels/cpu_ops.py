@@ -40,7 +40,7 @@ def add(x: F32, residual: F32, *, num_threads: int = 1) -> None:
 
 
 def matmul(out: F32, x: F32, w: npt.NDArray[Any], *, num_threads: int = 1) -> None:
-    """out (T, N) = x (T, K) @ w.T with w (N, K) float32, or uint16 with bf16 bits (widened exactly, fp32 arithmetic)."""
+    """out (T, N) = x (T, K) @ w.T with w (N, K) float32, or uint16 bf16 bits (widened exactly, fp32 arithmetic)."""
     _cpu.matmul(out, x, w, num_threads)
 
 
@@ -112,3 +112,18 @@ def paged_attention(
     _cpu.paged_attention(
         out, q, k_pages, v_pages, positions, seq_index, block_tables, window or 0, scale, num_threads
     )  # fmt: skip
+
+
+def check_tokens(
+    k_pages: F32,
+    v_pages: F32,
+    positions: I32,
+    seq_index: I32,
+    block_tables: I32,
+    *,
+    window: int | None,
+    max_position: int,
+) -> None:
+    """What qkv_rope_append and paged_attention check of a batch (IndexError, ValueError, TypeError), for a whole step
+    before its first layer writes. Positions must be below `max_position`."""
+    _cpu.check_tokens(k_pages, v_pages, positions, seq_index, block_tables, window or 0, max_position)

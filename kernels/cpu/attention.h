@@ -77,9 +77,10 @@ static void FN(pv_part)(const float *e, const float *v, int64_t ldv, int64_t key
 /* mr rows that all see the same keys */
 INLINE void FN(pv_rows)(const int mr, const float *e, int64_t lde, const float *v, int64_t d, int64_t keys, float *acc,
                         int64_t ldacc) {
-    const int nv = mr == 1 ? 8 : mr == 4 ? 2 : 4;
+    const int nv = mr == 1 ? 8 : mr == 4 ? 3 : 4; /* 8 to 12 independent chains hide the latency of an FMA */
     int64_t c = 0;
     for (; c + 8 * nv <= d; c += 8 * nv) FN(pv_tile)(mr, nv, e, lde, v + c, d, keys, acc + c, ldacc);
+    for (; c + 16 <= d; c += 16) FN(pv_tile)(mr, 2, e, lde, v + c, d, keys, acc + c, ldacc);
     for (; c + 8 <= d; c += 8) FN(pv_tile)(mr, 1, e, lde, v + c, d, keys, acc + c, ldacc);
     if (c < d)
         for (int i = 0; i < mr; i++) FN(pv_part)(e + i * lde, v + c, d, keys, acc + i * ldacc + c, d - c);

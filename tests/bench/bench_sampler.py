@@ -20,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.sampler import SampleState, sample
+from engine.stop import StopMatcher
 from engine.types import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {
@@ -57,6 +58,17 @@ def measure(row: np.ndarray, params: SamplingParams, calls: int) -> tuple[float,
     return min(seconds) * 1e6, statistics.median(seconds) * 1e6
 
 
+def stop_rate(text: str) -> float:
+    """Million characters a second through a StopMatcher of four stop strings, four characters a push."""
+    text *= 200_000 // len(text)
+    pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+    matcher = StopMatcher(["<|im_start|>", "<|im_end|>", "\n\nHuman:", "###"])
+    start = time.perf_counter()
+    for piece in pieces:
+        matcher.push(piece)
+    return len(text) / (time.perf_counter() - start) / 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -73,6 +85,11 @@ def main() -> None:
                 )
                 if not args.json:
                     print(f"{vocab_size:>7}  {kind:<6}  {name:<26} min {least:7.0f} us   p50 {median:7.0f} us")
+    for name, text in (("plain text", "The quick brown fox. "), ("nearly a stop", "<|im_star ")):
+        rate = stop_rate(text)
+        results.append({"case": f"stop strings, {name}", "million_characters_per_second": round(rate, 2)})
+        if not args.json:
+            print(f"stop strings, {name}: {rate:.2f} million characters/s in tokens of 4")
     if args.json:
         print(json.dumps(results))
 

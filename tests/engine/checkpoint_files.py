@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import serialize_file
+from safetensors.numpy import save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,21 +77,41 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     }
 
 
-def as_dtype(array: np.ndarray, dtype: str) -> dict[str, Any]:
-    """Argument of safetensors' serialize for one tensor."""
-    if dtype == "bfloat16":
-        data = (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        data = np.ascontiguousarray(array.astype(dtype))
-    return {"dtype": dtype, "shape": list(array.shape), "data": data.tobytes()}
+def write_file(path: Path, tensors: dict[str, np.ndarray], dtype: str | dict[str, str] = "float32") -> None:
+    """Write a file by the library. dtype: one for all, or one for each name; a numpy name, "bfloat16" or
+    "float8_e4m3fn", which numpy lacks: these are written as bits and relabelled in the header."""
+    parts, relabel = {}, {}
+    for name, array in tensors.items():
+        kind = dtype if isinstance(dtype, str) else dtype[name]
+        if kind == "bfloat16":
+            parts[name] = (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            relabel[name] = "BF16"
+        elif kind == "float8_e4m3fn":
+            parts[name] = np.zeros(array.shape, np.uint8)
+            relabel[name] = "F8_E4M3"
+        else:
+            parts[name] = np.ascontiguousarray(array.astype(kind))
+    data = save(parts, {"format": "pt"})
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name, code in relabel.items():
+        header[name]["dtype"] = code
+    path.write_bytes(with_header(header, data[8 + length :]))
 
 
-def write_file(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:
-    serialize_file({name: as_dtype(array, dtype) for name, array in tensors.items()}, str(path), {"format": "pt"})
+def with_header(header: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
 
 
 def write_model(
-    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], *, dtype: str = "float32", shards: int = 1
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    *,
+    dtype: str | dict[str, str] = "float32",
+    shards: int = 1,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -54,7 +54,9 @@ class World:
         self.truth: dict[int, list[int]] = {}  # what each sequence's tokens must be
         self.crashed: set[int] = set()  # in a plan whose forward pass never ran
         self.admissions: list[int] = []  # seq_ids by first scheduled token (again after a preemption)
-        self.preempted_at_admission: dict[int, list[int]] = {}
+        self.log: list[tuple[str, int]] = []  # ("admitted" or "preempted", seq_id) in the order seen
+        self._runs: dict[int, int] = {}  # seq_id -> preemptions at its last admission
+        self._preemptions: dict[int, int] = {}
         self.steps = 0
         self.max_step_tokens = 0
 
@@ -65,6 +67,10 @@ class World:
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
+        for seq_id, seq in self.sequences.items():
+            if seq.num_preemptions > self._preemptions.get(seq_id, 0):
+                self._preemptions[seq_id] = seq.num_preemptions
+                self.log.append(("preempted", seq_id))
         if plan is not None:
             self._check_plan(plan)
             self.queue.append(Snapshot(plan, [list(item.seq.block_table) for item in plan.items]))
@@ -93,10 +99,10 @@ class World:
             if item.samples:
                 pending = seq.num_output_tokens + item.token_pending
                 assert pending < seq.max_tokens, "a token over max_tokens"
-            ran = self.preempted_at_admission.setdefault(seq.seq_id, [])
-            if seq.num_preemptions not in ran:
-                ran.append(seq.num_preemptions)
+            if self._runs.get(seq.seq_id) != seq.num_preemptions:
+                self._runs[seq.seq_id] = seq.num_preemptions
                 self.admissions.append(seq.seq_id)
+                self.log.append(("admitted", seq.seq_id))
 
     def run_oldest(
         self, stop: dict[int, FinishReason] | None = None, crash: bool = False

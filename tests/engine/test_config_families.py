@@ -256,7 +256,7 @@ KEYS = [*llama(), "head_dim", "layer_types", "use_sliding_window", "sliding_wind
         "rope_parameters", "quantization_config", "auto_map", "dtype"]  # fmt: skip
 
 
-@settings(max_examples=5000 if FULL else 400, deadline=None)
+@settings(max_examples=5000 if FULL else 200, deadline=None)
 @given(
     st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4)
 )

@@ -20,12 +20,14 @@ import pytest
 from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
 
+POISON = 7  # a token whose embedding is NaN
+
 pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=7)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=POISON)
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ async def server(model_dir: Path) -> AsyncIterator[Server]:
 
 
 async def complete(session: aiohttp.ClientSession, server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
-    body = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0, **fields}
+    ban = {"logit_bias": {str(POISON): -100}}  # the model must not choose the poisoned token itself
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0, **ban, **fields}
     async with session.post(server.url + "/v1/completions", json=body) as response:
         return response.status, await response.json()
 
@@ -57,7 +60,8 @@ async def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 async def test_core_killed_in_mid_stream_is_an_honest_error_and_a_failed_process(server: Server) -> None:
     """kill -9 of engine-core: the stream ends with an error event, no silent end, no [DONE]; exit status not 0."""
-    body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1}
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True, "temperature": 1,
+            "logit_bias": {str(POISON): -100}}  # fmt: skip
     text = b""
     async with aiohttp.ClientSession() as session:
         async with session.post(server.url + "/v1/completions", json=body) as response:
@@ -100,11 +104,13 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         alone = await complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True)
         neighbour, poisoned, other = await asyncio.gather(
             complete(session, server, logprobs=2, max_tokens=60, ignore_eos=True),
-            complete(session, server, prompt=[1, 2, 7, 3]),
+            complete(session, server, prompt=[1, 2, POISON, 3]),
             complete(session, server, prompt="xyz", max_tokens=40, ignore_eos=True),
         )
         assert poisoned[0] == 500
         assert "nan" in poisoned[1]["error"]["message"].lower()
+        where = poisoned[1]["error"]["where"]
+        assert (where["op"], where["position"]) == ("embed", 2)  # that is where the poison sits
         assert other[0] == 200
         assert neighbour[0] == alone[0] == 200
         assert neighbour[1]["choices"] == alone[1]["choices"]
@@ -143,6 +149,26 @@ async def test_disconnected_clients_free_their_pages(server: Server) -> None:
             assert time.monotonic() < deadline, "pages of a client that left were not freed"
             await asyncio.sleep(0.05)
         assert await server.metric(session, "appliance_requests_running") == 0
+
+
+async def test_echo_scores_the_prompt_and_generates_nothing(server: Server) -> None:
+    """echo + max_tokens 0 + logprobs (vllm#6521 crashed): one logprob a prompt token, the first null, none too many;
+    the same bits as when each of those tokens is generated after its prefix (forced by logit_bias)."""
+    prompt = [1, 2, 3, 200, 5, 99]
+    async with aiohttp.ClientSession() as session:
+        status, scored = await complete(session, server, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+        assert status == 200
+        got = scored["choices"][0]["logprobs"]["token_logprobs"]
+        forced = [
+            await complete(
+                session, server, prompt=prompt[:i], max_tokens=1, logprobs=1, logit_bias={str(prompt[i]): 100}
+            )
+            for i in range(1, len(prompt))
+        ]
+        expected = [answer["choices"][0]["logprobs"]["token_logprobs"][0] for _, answer in forced]
+        assert got == [None, *expected]
+        assert scored["usage"]["completion_tokens"] == 0
+        assert scored["choices"][0]["finish_reason"] == "length"
 
 
 def start_and_fail(*arguments: str) -> str:

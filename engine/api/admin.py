@@ -1,0 +1,72 @@
+"""/admin/*: for the host's own processes (Unix socket) or a holder of an admin key. middleware.py keeps others out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from engine.api.body import read_json
+from engine.api.errors import ApiError, bad_request, from_engine
+from engine.api.openai import json_response
+from engine.api.probes import state
+from engine.api.schema import DrainRequest, GoldenRequest
+from engine.api.service import SERVICE
+from engine.errors import EngineError
+from engine.log import log_event
+
+logger = logging.getLogger(__name__)
+
+
+async def admin_state(request: web.Request) -> web.Response:
+    """GET /admin/state: the full state, with 200 whatever it is."""
+    service = request.app[SERVICE]
+    problem = service.not_ready()
+    return json_response({"status": problem[0] if problem else "ready"} | state(service))
+
+
+async def drain(request: web.Request) -> web.Response:
+    """POST /admin/drain: take no new request, finish those in flight. Answers at once; poll /admin/state."""
+    service = request.app[SERVICE]
+    body = await read_json(request, DrainRequest)
+    service.drain_reason = (body.reason or "drained by the operator")[:200]
+    log_event(logger, logging.WARNING, "drain", service.drain_reason, in_flight=len(service.runs))
+    return json_response({"draining": service.drain_reason, "in_flight_http": len(service.runs)})
+
+
+async def undrain(request: web.Request) -> web.Response:
+    """POST /admin/undrain: take requests again; refused while the process is shutting down."""
+    service = request.app[SERVICE]
+    await read_json(request, DrainRequest)
+    if service.shutting_down:
+        raise ApiError(409, "the process is shutting down; start it again instead", code="shutting_down")
+    service.drain_reason = None
+    log_event(logger, logging.WARNING, "undrain")
+    return json_response({"draining": None})
+
+
+async def golden(request: web.Request) -> web.Response:
+    """POST /admin/golden {"args": {...}}: engine-core answers the golden prompts and returns its hashes."""
+    return await _control(request, "golden")
+
+
+async def checksum(request: web.Request) -> web.Response:
+    """POST /admin/checksum: engine-core hashes its weight arena again."""
+    return await _control(request, "checksum")
+
+
+async def _control(request: web.Request, op: str) -> web.Response:
+    service = request.app[SERVICE]
+    body = await read_json(request, GoldenRequest)
+    for name in body.args or {}:
+        if not name.isidentifier() or name in ("self", "op", "timeout_seconds"):
+            raise bad_request(f"`args` may not hold `{name[:64]}`", "args")
+    try:
+        async with asyncio.timeout(service.config.timeouts.control):
+            result = await service.client.control(op, **(body.args or {}))
+    except TimeoutError as exc:
+        raise ApiError(504, f"{op} did not end within {service.config.timeouts.control:g} s", code="timeout") from exc
+    except EngineError as exc:
+        raise from_engine(exc) from exc
+    return json_response({"op": op, "result": result})

@@ -1,0 +1,186 @@
+"""From the bytes of a request to a validated struct: size, type, UTF-8, depth, JSON, in that order, each bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import re
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from engine.api.errors import ApiError, bad_request, too_large
+from engine.api.schema import UNSUPPORTED, Request
+from engine.api.service import CONTEXT, SERVICE
+
+T = TypeVar("T", bound=Request)
+
+_INLINE_BYTES = 16 << 10  # larger bodies are parsed off the event loop
+_DEPTH_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_WHERE = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+async def read_body(request: web.Request, max_bytes: int | None = None) -> bytes:
+    """The whole body, at most `max_bytes` (413), within the body timeout (408), counted on what really arrives."""
+    service = request.app[SERVICE]
+    limit = service.config.limits.max_body_bytes if max_bytes is None else max_bytes
+    if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("identity", ""):
+        raise ApiError(415, "compressed bodies are not accepted; send the JSON as it is", param="Content-Encoding")
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large(f"the body has {request.content_length} bytes, the limit is {limit}", code="body_too_large")
+    await _continue(request)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(service.config.timeouts.body):
+            async for chunk in request.content.iter_any():
+                service.reserve(request[CONTEXT], len(chunk))
+                body += chunk
+                if len(body) > limit:
+                    raise too_large(f"the body is over the limit of {limit} bytes", code="body_too_large")
+    except TimeoutError as exc:
+        error = ApiError(408, f"the body did not arrive within {service.config.timeouts.body:g} s", code="body_timeout")
+        error.headers["Connection"] = "close"
+        raise error from exc
+    except web.RequestPayloadError as exc:
+        raise bad_request(f"the body cannot be read as HTTP says it should: {exc}", code="bad_body") from exc
+    return bytes(body)
+
+
+async def no_expect(request: web.Request) -> None:
+    """Route hook: `100 Continue` is sent when the body is wanted, not before the key and the size were looked at."""
+
+
+async def _continue(request: web.Request) -> None:
+    expect = request.headers.get("Expect")
+    if expect is None:
+        return
+    if expect.lower() != "100-continue":
+        raise ApiError(417, f"unknown expectation {expect[:100]}", param="Expect", code="expectation")
+    if request.version >= (1, 1):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # nothing of the answer itself was sent yet
+
+
+async def read_json(request: web.Request, kind: type[T]) -> T:
+    """The body as `kind`; ApiError 400/413/415 otherwise."""
+    service = request.app[SERVICE]
+    if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        sent = request.headers.get("Content-Type", "nothing")[:100]
+        raise ApiError(
+            415, f"send the body as JSON in UTF-8 with 'Content-Type: application/json' (got {sent})", code="media_type"
+        )
+    raw = await read_body(request)
+    if len(raw) <= _INLINE_BYTES:
+        return parse(raw, kind, service.config.limits.max_json_depth)
+    return await service.offload(parse, raw, kind, service.config.limits.max_json_depth)
+
+
+def parse(raw: bytes, kind: type[T], max_depth: int) -> T:
+    """Strict JSON: no coercion (`true` is not 1, `1.0` and "1" are no integers), unknown fields refused by name."""
+    if not raw.isascii():
+        try:
+            raw.decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise bad_request(
+                f"the body is not UTF-8: invalid byte 0x{raw[exc.start]:02x} at byte {exc.start}; "
+                "POST the same bytes to /encoding/detect to learn what they probably are",
+                code="invalid_utf8",
+            ) from exc
+    if not raw.strip(b" \t\r\n"):
+        raise bad_request("the body is empty; a JSON object is needed", code="invalid_json")
+    check_depth(raw, max_depth)
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _invalid_field(str(exc), kind) from exc
+    except msgspec.DecodeError as exc:
+        raise _invalid_json(raw, str(exc)) from exc
+
+
+def check_depth(raw: bytes, max_depth: int) -> None:
+    """Refuse deep nesting before anything recursive sees it; brackets inside strings do not count."""
+    if raw.count(b"[") + raw.count(b"{") <= max_depth:
+        return
+    depth = 0
+    for token in _DEPTH_TOKEN.finditer(raw):
+        first = raw[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > max_depth:
+                raise bad_request(
+                    f"the JSON is nested deeper than {max_depth} levels (byte {token.start()})", code="too_deep"
+                )
+        elif first in b"]}":
+            depth -= 1
+
+
+def _invalid_json(raw: bytes, message: str) -> ApiError:
+    position = _lone_surrogate(raw)
+    if position is not None:
+        return bad_request(
+            f"a lone surrogate escape at byte {position} is not text; send both halves of the pair or U+FFFD",
+            code="invalid_text",
+        )
+    return bad_request(f"the body is not valid JSON: {_where(raw) or message}", code="invalid_json")
+
+
+def _where(raw: bytes) -> str | None:
+    """Position and reason from the standard parser, which is slower but tells the exact byte; None if it sees none."""
+    text = raw.decode()
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as exc:
+        reason = exc.msg.removesuffix(" at")
+        return f"{reason[0].lower()}{reason[1:]} at byte {len(text[: exc.pos].encode())}"
+    except ValueError:
+        return None  # a number of too many digits
+    return None
+
+
+def _lone_surrogate(raw: bytes) -> int | None:
+    """Byte offset of the first \\uD800..\\uDFFF escape without its other half."""
+    high: re.Match[bytes] | None = None
+    for escape in _SURROGATE.finditer(raw):
+        unit = int(escape[1], 16) if escape[1] else 0
+        if high is not None:
+            if not (0xDC00 <= unit <= 0xDFFF and escape.start() == high.end()):
+                return high.start()
+            high = None
+            continue
+        if 0xD800 <= unit <= 0xDBFF:
+            high = escape
+        elif 0xDC00 <= unit <= 0xDFFF:
+            return escape.start()
+    return high.start() if high is not None else None
+
+
+def _invalid_field(message: str, kind: type[Request]) -> ApiError:
+    found = _WHERE.fullmatch(message)
+    what, path = (found["what"], found["path"] or "") if found else (message, "")
+    unknown = _UNKNOWN.fullmatch(what)
+    if unknown:
+        name = unknown[1][:64]
+        param = f"{path}.{name}" if path else name
+        reason = UNSUPPORTED.get(name)
+        if reason:
+            return bad_request(f"`{param}` is not supported: {reason}", param, "unsupported_field")
+        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if not path else []
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        return bad_request(f"unknown field `{param}`{hint}", param, "unknown_field")
+    top = re.split(r"[.\[]", path, maxsplit=1)[0]
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
+    if missing:
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"`{param}` is required", param, "missing_field")
+    if not path:
+        return bad_request(f"the body must be a JSON object: {what}", None, "invalid_type")
+    reason = UNSUPPORTED.get(path.rsplit(".", 1)[-1]) or UNSUPPORTED.get(top)
+    if reason:
+        return bad_request(f"`{path}` is not supported: {reason}", path, "unsupported_field")
+    if found and found["key"]:
+        return bad_request(f"a key of `{path}` is wrong: {what}", path, "invalid_type")
+    return bad_request(f"`{path}`: {what[0].lower()}{what[1:]}", path, "invalid_type")

@@ -1,0 +1,211 @@
+"""Listening and leaving: sockets, TLS, signals, and the drain of a graceful shutdown.
+
+Order of a shutdown (SIGTERM): /readyz 503 and new requests 503 + Retry-After while the listener stays open -> requests
+in flight finish within `timeouts.drain` (a second signal: `fast_drain`) -> what is left ends with a structured error ->
+connections close -> return, for exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from engine.api.app import build_app
+from engine.api.config import ApiConfig, check_bind, is_loopback, tls_context
+from engine.api.connection import Connection
+from engine.api.errors import unavailable
+from engine.api.service import SERVICE, EngineClient, Service, Tokenizer
+from engine.errors import ConfigError
+from engine.log import log_event
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_SOCKET_MODE = 0o660
+_FLUSH_SECONDS = 2.0  # for the last error events to reach their clients
+
+
+async def run_server(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    config: ApiConfig,
+    *,
+    host: str | None = None,
+    port: int = 8000,
+    unix_path: Path | None = None,
+    stop: asyncio.Event | None = None,
+    handle_signals: bool = True,
+    on_listening: Callable[[list[Any]], None] | None = None,
+    **factories: Any,
+) -> int:
+    """Serve until a signal, `stop` or the engine's death; returns the exit code: 0, or 1 when the engine died.
+
+    `host` and `unix_path` may be given together; a Unix socket is trusted with /admin (its mode is 0660).
+    `on_listening` gets the bound addresses (with port 0: the real port). ConfigError for a bind that is refused.
+    """
+    if host is None and unix_path is None:
+        raise ConfigError("nowhere to listen", hint="give a host, a Unix socket path, or both")
+    if host is not None:
+        check_bind(config, host)
+    app = build_app(client, tokenizer, config, **factories)
+    if host is not None and not is_loopback(host):
+        app[SERVICE].metrics_public = False
+    stop = asyncio.Event() if stop is None else stop
+    hurry = asyncio.Event()
+    with _signals(app[SERVICE], stop, hurry) if handle_signals else contextlib.nullcontext():
+        async with listening(app, host=host, port=port, unix_path=unix_path) as addresses:
+            log_event(logger, logging.INFO, "listening", f"listening on {addresses}", model=config.model)
+            if on_listening is not None:
+                on_listening(addresses)
+            await _first_of(stop, client.on_death)
+            if client.state == "dead":
+                log_event(logger, logging.CRITICAL, "engine_dead", "engine-core is gone; leaving")
+            await drain(app[SERVICE], hurry)
+    return 1 if client.state == "dead" else 0
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    app: web.Application, *, host: str | None = None, port: int = 0, unix_path: Path | None = None
+) -> AsyncIterator[list[Any]]:
+    """The app on its sockets; yields the bound addresses. On leaving, listeners and connections are closed."""
+    service = app[SERVICE]
+    loop = asyncio.get_running_loop()
+    # handler_cancellation: a client that leaves cancels its handler, which aborts its request in the engine.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_FLUSH_SECONDS)
+    await runner.setup()
+    manager = runner.server
+    assert manager is not None
+
+    def connection() -> Connection:
+        return Connection(
+            manager,
+            service,
+            loop=loop,
+            keepalive_timeout=service.config.timeouts.keepalive,
+            access_log=None,
+            lingering_time=service.config.timeouts.linger,
+            auto_decompress=False,  # compressed bodies are refused; no zip bomb is ever opened
+        )
+
+    servers: list[asyncio.Server] = []
+    bound = False
+    try:
+        addresses: list[Any] = []
+        if host is not None:
+            context = tls_context(service.config)
+            servers.append(
+                await loop.create_server(connection, host, port, ssl=context, backlog=_BACKLOG, reuse_address=True)
+            )
+            addresses += [sock.getsockname() for sock in servers[-1].sockets]
+        if unix_path is not None:
+            sock = _unix_socket(unix_path)
+            bound = True
+            servers.append(await loop.create_unix_server(connection, sock=sock, backlog=_BACKLOG))
+            addresses.append(str(unix_path))
+        yield addresses
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+        if unix_path is not None and bound:  # never another process's socket
+            unix_path.unlink(missing_ok=True)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """A bound socket at `path`, mode 0660 from its first moment; a stale one is replaced, anything else refused."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} exists and is no socket", hint="choose another path or remove it")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(os.fspath(path)) == 0:
+                raise ConfigError(f"another process serves {path}", hint="stop it first")
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old = os.umask(0o777 & ~_SOCKET_MODE)
+    try:
+        sock.bind(os.fspath(path))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot bind {path}: {exc.strerror}", hint="does its directory exist and may we write?"
+        ) from exc
+    finally:
+        os.umask(old)
+    return sock
+
+
+async def drain(service: Service, hurry: asyncio.Event) -> None:
+    """Stop admitting, let what is in flight finish, end what is left with an error."""
+    timeouts = service.config.timeouts
+    service.shutting_down = True
+    service.drain_reason = "the server is shutting down"
+    log_event(logger, logging.WARNING, "draining", in_flight=service.active)
+    if not await _idle(service, timeouts.drain, hurry):
+        await _idle(service, timeouts.fast_drain if hurry.is_set() else 0.0, None)
+    left = list(service.runs)
+    for run in left:
+        run.fail(unavailable("the server shut down before this answer was complete", "shutting_down", 1))
+    await _idle(service, _FLUSH_SECONDS, None)
+    log_event(logger, logging.WARNING, "drained", ended=len(left))
+
+
+async def _idle(service: Service, seconds: float, hurry: asyncio.Event | None) -> bool:
+    """Wait until nothing is in flight; False when time is up or we should hurry."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while service.active and loop.time() < end and not (hurry is not None and hurry.is_set()):
+        await asyncio.sleep(min(0.02, max(end - loop.time(), 0)))
+    return not service.active
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT stop (the second one hurries), SIGHUP reloads the keys."""
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    handlers: Sequence[tuple[signal.Signals, Callable[[], None]]] = (
+        (signal.SIGTERM, leave),
+        (signal.SIGINT, leave),
+        (signal.SIGHUP, lambda: reload_keys(service)),
+    )
+    for number, handler in handlers:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number, _ in handlers:
+            loop.remove_signal_handler(number)
+
+
+def reload_keys(service: Service) -> None:
+    """Read the key files again; a broken file leaves the old keys in force and is logged."""
+    for name, store in (("keys", service.keys), ("admin_keys", service.admin_keys)):
+        try:
+            store.reload()
+            log_event(logger, logging.INFO, "keys_reloaded", store=name, count=len(store))
+        except ConfigError as exc:
+            log_event(logger, logging.ERROR, "keys_not_reloaded", f"{exc.message} ({exc.hint})", store=name)

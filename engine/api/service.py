@@ -1,0 +1,192 @@
+"""What the handlers share: client, tokenizer, configuration, metrics, keys, and whether we still take requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from engine.api.auth import KeyStore
+from engine.api.errors import ApiError, unavailable
+from engine.api.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from engine.api.config import ApiConfig
+    from engine.api.run import Run
+    from engine.messages import Generate, Loading, Ready, Stats, Tokens
+
+R = TypeVar("R")
+_SLOW_STEPS = 4
+
+
+class RequestHandle(Protocol):
+    """engine.client.RequestHandle: the Tokens of one request, all choices interleaved."""
+
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
+    def abort(self, index: int | None = None) -> None: ...
+    async def __aenter__(self) -> RequestHandle: ...
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+class EngineClient(Protocol):
+    """engine.client.EngineClient, as far as the API uses it."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def loading(self) -> Loading | None: ...
+    @property
+    def ready(self) -> Ready | None: ...
+    @property
+    def stats(self) -> Stats | None: ...
+    @property
+    def last_stats_at(self) -> float: ...
+    @property
+    def queued_requests(self) -> int: ...
+    @property
+    def queued_prompt_tokens(self) -> int: ...
+    @property
+    def on_death(self) -> asyncio.Event: ...
+    def submit(self, msg: Generate) -> RequestHandle: ...
+    async def control(self, op: str, **args: Any) -> dict[str, Any]: ...
+
+
+class Tokenizer(Protocol):
+    """engine.tokenizer.Tokenizer, as far as the API uses it."""
+
+    @property
+    def special_ids(self) -> dict[str, int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str: ...
+
+
+class Detokenizer(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+    def flush(self) -> str: ...
+
+
+class StopMatcher(Protocol):
+    def push(self, text: str) -> tuple[str, str | None]: ...
+    def flush(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What is known about one HTTP request while it is in work."""
+
+    request_id: str
+    arrival: float  # CLOCK_MONOTONIC seconds
+    trusted: bool = False  # may use the model: a key, no keys configured, or the Unix socket
+    admin: bool = False
+    key_label: str | None = None
+    run: Run | None = None
+    buffered_bytes: int = 0  # of its body, see Service.reserve
+    error_code: str | None = None  # for the log line
+    error_param: str | None = None
+
+
+class Service:
+    """Everything a handler needs. One per application."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        config: ApiConfig,
+        *,
+        make_detokenizer: Callable[..., Detokenizer],
+        make_stop_matcher: Callable[[list[str]], StopMatcher],
+    ) -> None:
+        self.client, self.tokenizer, self.config = client, tokenizer, config
+        self.make_detokenizer, self.make_stop_matcher = make_detokenizer, make_stop_matcher
+        self.keys = KeyStore(config.key_file)
+        self.admin_keys = KeyStore(config.admin_key_file)
+        self.metrics = Metrics(client)
+        self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+        self.started = time.time()
+        self.drain_reason: str | None = None  # set by /admin/drain or SIGTERM
+        self.shutting_down = False
+        self.runs: set[Run] = set()
+        self.streams = 0
+        self.active = 0  # requests in work, probes not counted
+        self.connections = 0
+        self.metrics_public = True  # False on a listener beyond loopback
+        self._buffered_bytes = 0
+
+    async def offload(self, function: Callable[..., R], *args: Any) -> R:
+        """Run something long in the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
+
+    def reserve(self, context: Context, num_bytes: int) -> None:
+        """Account for a piece of a body in memory; 429 when all bodies together are too much."""
+        if self._buffered_bytes + num_bytes > self.config.limits.max_buffered_bytes:
+            raise ApiError(429, "too many large requests at once", code="queue_full", headers={"Retry-After": "1"})
+        self._buffered_bytes += num_bytes
+        context.buffered_bytes += num_bytes
+
+    def release(self, context: Context) -> None:
+        """The body of this request is in memory no more."""
+        self._buffered_bytes -= context.buffered_bytes
+        context.buffered_bytes = 0
+
+    def not_ready(self) -> tuple[str, str] | None:
+        """(code, reason) why no request is taken now, or None."""
+        state = self.client.state
+        if state == "dead":
+            return "engine_dead", "the engine is gone; it must be restarted"
+        if self.drain_reason is not None or state == "draining":
+            return "draining", self.drain_reason or "the engine is draining"
+        if state == "loading" or self.client.ready is None:
+            loading = self.client.loading
+            if loading is None or not loading.total_bytes:
+                return "loading", "the model is loading"
+            return "loading", f"the model is loading ({100 * loading.done_bytes // loading.total_bytes} %)"
+        silent = time.monotonic() - self.client.last_stats_at
+        stats = self.client.stats
+        # A large model on a slow CPU may need longer than the limit for one honest step.
+        longest = max(self.config.timeouts.heartbeat, _SLOW_STEPS * stats.step_seconds if stats is not None else 0.0)
+        if silent > longest:
+            return "engine_silent", f"the engine has not reported for {silent:.0f} s"
+        return None
+
+    def check_ready(self) -> None:
+        """503 + Retry-After while loading, draining, dead or silent."""
+        problem = self.not_ready()
+        if problem is not None:
+            code, reason = problem
+            raise unavailable(reason, code)
+
+    @property
+    def max_model_len(self) -> int:
+        ready = self.client.ready
+        return ready.max_model_len if ready is not None else self.config.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, which may be more than the tokenizer's entries."""
+        ready = self.client.ready
+        if ready is None:
+            raise unavailable("the model is loading", "loading")
+        return ready.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever weights, engine version or backend change: same fingerprint and seed, same bits."""
+        ready = self.client.ready
+        checksum, backend = (ready.weights_checksum[:12], ready.backend) if ready else ("", "")
+        return f"fp_{checksum}_{backend}_{self.config.version}"
+
+
+SERVICE = web.AppKey("service", Service)
+CONTEXT = web.RequestKey("context", Context)

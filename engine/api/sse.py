@@ -1,0 +1,92 @@
+"""Server-sent events in OpenAI's format: `data: {json}` and an empty line, at the end `data: [DONE]`.
+
+The response starts with the first batch, so that an error before it is still a proper HTTP status. Later errors are
+an event with "error" and no [DONE]. A reader that stalls is cut off by connection.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from engine.api.errors import ApiError
+from engine.api.service import CONTEXT, SERVICE
+from engine.log import log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.api.choice import Choice, Delta
+    from engine.api.run import Run
+
+logger = logging.getLogger(__name__)
+INLINE_LOGPROBS = 256
+_encode = msgspec.json.Encoder().encode
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """One legal SSE event; JSON has no raw newline, so that one data line is enough."""
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+async def stream(
+    request: web.Request,
+    run: Run,
+    headers: dict[str, str],
+    *,
+    render: Callable[[int, Delta], bytes],
+    last: Callable[[], bytes],
+) -> web.StreamResponse:
+    """Send the run as it comes. `render` makes the events of one delta, `last` those before [DONE]."""
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "text/event-stream"
+    response.charset = "utf-8"
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"  # nginx would otherwise collect events
+    try:
+        batch = await run.next_batch()
+        await response.prepare(request)
+        while batch is not None:
+            await response.write(await _render(request, batch, render) if batch else b": ping\n\n")
+            batch = await run.next_batch()
+        await response.write(last() + b"data: [DONE]\n\n")
+    except ApiError as exc:
+        if not response.prepared:
+            raise
+        await _end_with_error(request, response, exc)
+    except asyncio.CancelledError:
+        raise
+    except ConnectionError:
+        raise  # the client left; the run is aborted by its owner
+    except Exception as exc:
+        if not response.prepared:
+            raise
+        log_event(logger, logging.ERROR, "stream_failed", str(exc), req_id=run.request_id, exc_info=True)
+        await _end_with_error(request, response, ApiError(500, "internal error", code="internal_error"))
+    return response
+
+
+async def _render(
+    request: web.Request, batch: list[tuple[Choice, Delta]], render: Callable[[int, Delta], bytes]
+) -> bytes:
+    """The events of a batch; in a thread when there are so many logprobs (an echoed prompt's) that it takes long."""
+
+    def events() -> bytes:
+        return b"".join([render(choice.index, delta) for choice, delta in batch])
+
+    if sum(len(delta.logprobs) for _, delta in batch) <= INLINE_LOGPROBS:
+        return events()
+    return await request.app[SERVICE].offload(events)
+
+
+async def _end_with_error(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:
+    service = request.app[SERVICE]
+    service.metrics.stream_errors.inc()
+    request[CONTEXT].error_code = error.code
+    response.force_close()
+    await response.write(event(error.body()))
+    await response.write_eof()

@@ -1,0 +1,301 @@
+"""Keys: who gets in where, default-deny on every route, reload, and binds that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from engine.api.app import build_app
+from engine.api.auth import KeyStore, bearer
+from engine.api.config import check_bind, is_loopback, tls_context
+from engine.api.routes import ROUTES, Access
+from engine.api.server import listening, run_server
+from engine.errors import ConfigError
+
+from .conftest import FACTORIES, make_config
+from .fakes import ByteTokenizer, FakeClient
+
+
+def line(key, label=""):
+    return f"{hashlib.sha256(key.encode()).hexdigest()} {label}\n"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    user, admin = tmp_path / "keys", tmp_path / "admin"
+    user.write_text("# team keys\n\n" + line("one", "alice") + line("two") + line("schlüssel", "umlaut"))
+    admin.write_text(line("root", "ops"))
+    return user, admin
+
+
+def key(value):
+    return {"Authorization": f"Bearer {value}"}
+
+
+def open_path(route):
+    return route.path.replace("{model:.+}", "tiny")
+
+
+async def test_every_route_is_closed_without_a_key(make_endpoint, keys):
+    endpoint = await make_endpoint(key_file=keys[0], admin_key_file=keys[1])
+    paths = [(route.method, open_path(route), route.access) for route in ROUTES]
+    paths += [("GET", "/nope", Access.KEY), ("POST", "/", Access.KEY), ("PUT", "/livez", Access.KEY)]
+    for method, path, access in paths:
+        for headers in ({}, key("wrong"), {"Authorization": "Basic b25lOg=="}, {"Authorization": "Bearer"}):
+            async with endpoint.http.request(method, endpoint.url + path, json={}, headers=headers) as response:
+                if access in (Access.OPEN, Access.PARTLY):
+                    assert response.status == 200, path
+                else:
+                    assert response.status == (403 if access is Access.ADMIN and headers == key("wrong") else 401), path
+                    error = (await response.json())["error"]
+                    assert error["code"] in ("invalid_api_key", "admin_only")
+    assert endpoint.client.submitted == []
+
+
+async def test_each_key_opens_the_api_and_not_admin(make_endpoint, keys):
+    endpoint = await make_endpoint(key_file=keys[0], admin_key_file=keys[1])
+    for value in ("one", "two"):
+        assert (await endpoint.post("/tokenize", {"prompt": "x"}, headers=key(value)))[0] == 200
+        assert (await endpoint.get("/metrics_nope", headers=key(value)))[0] == 404
+        assert (await endpoint.get("/admin/state", headers=key(value)))[0] == 403
+    assert (await endpoint.get("/v1/models", headers={"Authorization": "bearer  one "}))[0] == 200
+    assert (await endpoint.get("/v1/models", headers=key("root")))[0] == 200
+
+
+async def test_health_says_less_without_a_key(make_endpoint, keys):
+    endpoint = await make_endpoint(key_file=keys[0])
+    _, answer = await endpoint.get("/health")
+    assert answer == {"status": "ready", "reason": None}
+    _, answer = await endpoint.get("/health", headers=key("one"))
+    assert answer["kv"]["pages_total"] == 64
+    assert answer["memory"]["api_resident_bytes"] > 1_000_000
+
+
+async def test_admin_routes(make_endpoint, keys):
+    endpoint = await make_endpoint(key_file=keys[0], admin_key_file=keys[1])
+    admin = key("root")
+    status, answer = await endpoint.get("/admin/state", headers=admin)
+    assert (status, answer["status"]) == (200, "ready")
+    status, answer = await endpoint.post("/admin/golden", {"args": {"prompts": [1]}}, headers=admin)
+    assert (status, answer) == (200, {"op": "golden", "result": {"hash": "abc"}})
+    assert (await endpoint.post("/admin/checksum", {}, headers=admin))[0] == 200
+    for name in ("op", "self", "timeout_seconds", "a b"):
+        status, answer = await endpoint.post("/admin/golden", {"args": {name: 1}}, headers=admin)
+        assert (status, answer["error"]["param"]) == (400, "args")
+    assert endpoint.client.controls == [("golden", {"prompts": [1]}), ("checksum", {})]
+    assert (await endpoint.post("/admin/drain", {"reason": "maintenance"}, headers=admin))[0] == 200
+    status, answer = await endpoint.post("/v1/completions", {"prompt": "x"}, headers=key("one"))
+    assert (status, answer["error"]["code"], answer["error"]["message"]) == (503, "draining", "maintenance")
+    status, answer = await endpoint.get("/admin/state", headers=admin)
+    assert (status, answer["status"], answer["draining"]) == (200, "draining", "maintenance")
+    assert (await endpoint.post("/admin/undrain", {}, headers=admin))[0] == 200
+    assert (await endpoint.post("/v1/completions", {"prompt": "x"}, headers=key("one")))[0] == 200
+
+
+async def test_without_admin_keys_nobody_is_admin_over_tcp(endpoint):
+    for method, path in (("GET", "/admin/state"), ("POST", "/admin/drain")):
+        async with endpoint.http.request(method, endpoint.url + path, json={}) as response:
+            assert response.status == 401
+    assert (await endpoint.get("/readyz"))[0] == 200
+
+
+async def test_the_unix_socket_is_trusted(tmp_path, keys):
+    path = tmp_path / "api.sock"
+    app = build_app(FakeClient(), ByteTokenizer(), make_config(key_file=keys[0]), **FACTORIES)
+    async with listening(app, unix_path=path) as addresses:
+        assert addresses == [str(path)]
+        assert path.stat().st_mode & 0o777 == 0o660
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
+            async with http.get("http://x/admin/state") as response:
+                assert response.status == 200
+            async with http.post("http://x/v1/completions", json={"prompt": "x"}) as response:
+                assert response.status == 200
+            async with http.get("http://x/metrics") as response:
+                assert response.status == 200
+        with pytest.raises(ConfigError, match="another process serves"):
+            async with listening(build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES), unix_path=path):
+                pass
+        assert path.exists()
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="no socket"):
+        async with listening(build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES), unix_path=path):
+            pass
+    assert path.read_text() == "precious"
+
+
+async def test_a_stale_socket_is_replaced(tmp_path):
+    import socket
+
+    path = tmp_path / "api.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    app = build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES)
+    async with (
+        listening(app, unix_path=path),
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
+        http.get("http://x/livez") as response,
+    ):
+        assert response.status == 200
+
+
+async def test_metrics_beyond_loopback_are_for_the_admin_socket(make_endpoint, keys):
+    endpoint = await make_endpoint(key_file=keys[0], admin_key_file=keys[1])
+    endpoint.service.metrics_public = False  # as run_server sets it for a public host
+    assert (await endpoint.get("/metrics", headers=key("one")))[0] == 403
+    async with endpoint.http.get(endpoint.url + "/metrics", headers=key("root")) as response:
+        assert response.status == 200
+
+
+async def test_run_server_on_a_public_address_hides_metrics(keys):
+    stop, where = asyncio.Event(), asyncio.get_running_loop().create_future()
+    client = FakeClient()
+    task = asyncio.create_task(
+        run_server(client, ByteTokenizer(), make_config(key_file=keys[0]), host="0.0.0.0", port=0, stop=stop,
+                   handle_signals=False, on_listening=where.set_result, **FACTORIES)
+    )  # fmt: skip
+    port = (await where)[0][1]
+    url = f"http://127.0.0.1:{port}/metrics"
+    async with aiohttp.ClientSession() as http, http.get(url, headers=key("one")) as response:
+        assert response.status == 403
+    stop.set()
+    assert await task == 0
+
+
+async def test_sighup_reloads_and_a_broken_file_changes_nothing(keys):
+    stop, where = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        run_server(FakeClient(), ByteTokenizer(), make_config(key_file=keys[0]), host="127.0.0.1", port=0, stop=stop,
+                   on_listening=where.set_result, **FACTORIES)
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{(await where)[0][1]}/v1/models"
+    async with aiohttp.ClientSession() as http:
+
+        async def status(value):
+            async with http.get(url, headers=key(value)) as response:
+                return response.status
+
+        async def reload(text):
+            keys[0].write_text(text)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.1)
+
+        assert (await status("one"), await status("new")) == (200, 401)
+        await reload(line("new"))
+        assert (await status("one"), await status("new")) == (401, 200)
+        await reload("not a hash\n")
+        assert (await status("one"), await status("new")) == (401, 200)
+        await reload("")
+        assert (await status("one"), await status("new")) == (401, 401)  # an empty file lets nobody in
+    stop.set()
+    assert await task == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("secret\n", 1),
+        (line("a") + "x" * 64 + "\n", 2),
+        ("a" * 63 + "\n", 1),
+        ("# ok\n\nÿ\n", 3),
+        (line("a")[:-2] + "x", 1),
+    ],
+)
+def test_broken_key_files_name_the_line(tmp_path, text, number):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f":{number}: not a SHA-256"):
+        KeyStore(path)
+
+
+def test_unreadable_key_files(tmp_path):
+    path = tmp_path / "keys"
+    for data in (b"\xff", b"#" * (1 << 20) + b"\n"):
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match="key file"):
+            KeyStore(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        KeyStore(tmp_path / "none")
+
+
+def test_labels(keys):
+    store = KeyStore(keys[0])
+    assert [store.match(value) for value in ("one", "two", "schlüssel", "three", "")] == [
+        "alice", "key4", "umlaut", None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        (None, None),
+        ("", None),
+        ("Bearer", None),
+        ("Bearer ", None),
+        ("Bearer x", "x"),
+        ("bEaReR x", "x"),
+        ("Basic x", None),
+    ],
+)
+def test_bearer(header, token):
+    assert bearer(header) == token
+
+
+@pytest.mark.parametrize(("host", "expected"), [
+    ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False),
+    ("::", False), ("10.0.0.1", False), ("example.org", False), ("", False), ("localhost.evil.org", False),
+])  # fmt: skip
+def test_is_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_public_binds_need_keys_or_the_written_word(keys):
+    with pytest.raises(ConfigError, match="without API keys"):
+        check_bind(make_config(), "0.0.0.0")
+    check_bind(make_config(), "127.0.0.1")
+    check_bind(make_config(key_file=keys[0]), "0.0.0.0")
+    check_bind(make_config(auth="none"), "0.0.0.0")
+    with pytest.raises(ConfigError, match="key file"):
+        check_bind(make_config(auth="keys"), "127.0.0.1")
+    with pytest.raises(ConfigError, match="contradicts"):
+        check_bind(make_config(auth="none", key_file=keys[0]), "127.0.0.1")
+    with pytest.raises(ConfigError, match="tls_key"):
+        check_bind(make_config(tls_cert=keys[0]), "127.0.0.1")
+
+
+async def test_tls():
+    """With a self-signed pair for localhost that serves this test only (valid until 2126)."""
+    cert, private = (Path(__file__).parent / "tls" / name for name in ("cert.pem", "key.pem"))
+    config = make_config(tls_cert=cert, tls_key=private)
+    app = build_app(FakeClient(), ByteTokenizer(), config, **FACTORIES)
+    async with listening(app, host="127.0.0.1") as addresses, aiohttp.ClientSession() as http:
+        port = addresses[0][1]
+        trust = ssl.create_default_context(cafile=str(cert))
+        async with http.get(f"https://localhost:{port}/livez", ssl=trust) as response:
+            assert response.status == 200
+        body = {"prompt": "x", "max_tokens": 3, "stream": True}
+        async with http.post(f"https://localhost:{port}/v1/completions", json=body, ssl=trust) as response:
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        with pytest.raises(aiohttp.ClientError):
+            await http.get(f"http://localhost:{port}/livez")
+    with pytest.raises(ConfigError, match="cannot load"):
+        tls_context(make_config(tls_cert=private, tls_key=private))
+
+
+async def test_keys_never_reach_the_log(make_endpoint, keys, caplog):
+    caplog.set_level("DEBUG")
+    endpoint = await make_endpoint(key_file=keys[0])
+    await endpoint.post("/v1/completions", {"prompt": "topsecret", "user": "bob"}, headers=key("one"))
+    await endpoint.post("/v1/completions", {"prompt": 5}, headers=key("wrongkey"))
+    text = "\n".join(json.dumps({"m": r.getMessage()} | getattr(r, "fields", {}), default=str) for r in caplog.records)
+    assert '"key": "alice"' in text
+    for secret in ("topsecret", "wrongkey", '"one"', "bob"):
+        assert secret not in text

@@ -1,0 +1,149 @@
+"""Limits at L - 1, L and L + 1, and that a refusal costs the engine nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from .fakes import Script
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "status"), [
+    (62, 1, 200), (63, 1, 200), (64, 1, 413), (65, 1, 413),
+    (10, 53, 200), (10, 54, 200), (10, 55, 413), (10, 2**70, 413),
+    (63, None, 200), (64, None, 413), (65, None, 413),
+])  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_context(make_endpoint, prompt_tokens, max_tokens, status, stream):
+    endpoint = await make_endpoint(max_model_len=64)
+    body = {"prompt": [97] * prompt_tokens, "max_tokens": max_tokens, "stream": stream}
+    async with endpoint.http.post(endpoint.url + COMPLETIONS, json=body) as response:
+        assert response.status == status
+        if status == 413:
+            error = (await response.json())["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert "64" in error["message"] and str(prompt_tokens) in error["message"]
+            assert endpoint.client.submitted == []
+        else:
+            await response.read()
+            assert len(endpoint.client.submitted[0].prompt_ids) == prompt_tokens  # never cut
+
+
+async def test_one_prompt_too_long_refuses_all(make_endpoint):
+    endpoint = await make_endpoint(max_model_len=64)
+    status, _ = await endpoint.post(COMPLETIONS, {"prompt": [[1], [1] * 64]})
+    assert status == 413
+    assert endpoint.client.submitted == []
+
+
+def padded(size):
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    return body + b" " * (size - len(body))
+
+
+@pytest.mark.parametrize(("size", "status"), [(999, 200), (1000, 200), (1001, 413)])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_body(make_endpoint, size, status, chunked):
+    endpoint = await make_endpoint(limits={"max_body_bytes": 1000})
+
+    async def pieces():
+        data = padded(size)
+        for start in range(0, len(data), 100):
+            yield data[start : start + 100]
+
+    headers = {"Content-Type": "application/json"}
+    data = pieces() if chunked else padded(size)
+    async with endpoint.http.post(endpoint.url + COMPLETIONS, data=data, headers=headers) as response:
+        assert response.status == status
+        if status == 413:
+            assert (await response.json())["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(("depth", "status"), [(31, 200), (32, 200), (33, 400)])
+async def test_json_depth(endpoint, depth, status):
+    value = 1
+    for _ in range(depth - 2):
+        value = [value]
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template_kwargs": {"a": value}}
+    # 40 more brackets, so that the scan is not skipped
+    body["stop_token_ids"], body["messages"] = [1], body["messages"] * 20
+    assert json.dumps(body).count("[") + json.dumps(body).count("{") > 32
+    got, answer = await endpoint.post("/v1/chat/completions", body)
+    assert got == status, answer
+
+
+@pytest.mark.parametrize(("count", "status"), [(3, 200), (4, 200), (5, 400)])
+async def test_prompts(make_endpoint, count, status):
+    endpoint = await make_endpoint(limits={"max_prompts": 4})
+    for prompt in (["x"] * count, [[1]] * count):
+        got, answer = await endpoint.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+        assert got == status
+        if status == 400:
+            assert answer["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(("n", "status"), [(3, 200), (4, 200), (5, 400)])
+async def test_choices_are_prompts_times_n(make_endpoint, n, status):
+    endpoint = await make_endpoint(limits={"max_choices": 8})
+    got, _ = await endpoint.post(COMPLETIONS, {"prompt": ["x", "y"], "n": n, "max_tokens": 1})
+    assert got == status
+
+
+@pytest.mark.parametrize(("count", "status"), [(3, 200), (4, 200), (5, 400)])
+async def test_lists(make_endpoint, count, status):
+    endpoint = await make_endpoint(limits={"max_logit_bias": 4, "max_stops": 4, "max_stop_token_ids": 4})
+    for fields in (
+        {"logit_bias": {str(i): 1 for i in range(count)}},
+        {"stop": [f"zz{i}" for i in range(count)]},
+        {"stop_token_ids": list(range(count))},
+    ):
+        got, answer = await endpoint.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1} | fields)
+        assert got == status
+        if status == 400:
+            assert answer["error"]["param"] in fields
+
+
+@pytest.mark.parametrize(("count", "status"), [(4, 200), (5, 400)])
+async def test_messages(make_endpoint, count, status):
+    endpoint = await make_endpoint(limits={"max_messages": 4})
+    body = {"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}
+    got, _ = await endpoint.post("/v1/chat/completions", body)
+    assert got == status
+
+
+async def test_a_full_queue_in_the_middle_of_a_request_leaves_nothing_behind(make_endpoint):
+    endpoint = await make_endpoint(Script(max_queue=2, never_answer=True))
+    status, answer = await endpoint.post(COMPLETIONS, {"prompt": ["a", "b", "c"]})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert len(endpoint.client.submitted) == 2
+    assert not endpoint.client.running
+
+
+async def test_bodies_held_in_memory_are_bounded_together(make_endpoint):
+    endpoint = await make_endpoint(Script(never_answer=True), limits={"max_buffered_bytes": 3000})
+    release = asyncio.Event()
+
+    async def slow(size):
+        yield b'{"prompt": "'
+        yield b"x" * size
+        await release.wait()
+        yield b'"}'
+
+    headers = {"Content-Type": "application/json"}
+
+    async def post(size):
+        async with endpoint.http.post(endpoint.url + "/tokenize", data=slow(size), headers=headers) as response:
+            return response.status, response.headers.get("Retry-After")
+
+    first = asyncio.create_task(post(2000))
+    while endpoint.service._buffered_bytes < 2000:
+        await asyncio.sleep(0.01)
+    assert (await post(2000))[0] == 429
+    release.set()
+    assert (await first)[0] == 200
+    assert (await post(2000))[0] == 200  # given back
+    assert endpoint.service._buffered_bytes == 0

@@ -1,0 +1,169 @@
+"""Logs: one JSON object a line, journald's native fields, one id through all layers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+
+import pytest
+
+from engine import log
+from engine.log import JournalHandler, JsonFormatter, journal_datagram, log_event
+
+from .fakes import Script
+
+
+def record(message="hello", level=logging.INFO, **fields):
+    caught = []
+    logger = logging.Logger("test")
+    handler = logging.Handler()
+    handler.emit = caught.append
+    logger.addHandler(handler)
+    log_event(logger, level, "something", message, **fields)
+    return caught[0]
+
+
+def test_a_newline_cannot_forge_a_line():
+    text = JsonFormatter().format(record('a\n{"level":"error"}', req_id="r\n1"))
+    assert "\n" not in text
+    parsed = json.loads(text)
+    assert parsed["msg"] == 'a\n{"level":"error"}'
+    assert (parsed["event"], parsed["level"], parsed["req_id"]) == ("something", "info", "r\n1")
+    assert parsed["ts"].endswith("Z")
+
+
+def test_none_is_left_out_and_tracebacks_are_kept():
+    assert "key" not in json.loads(JsonFormatter().format(record(key=None)))
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        parsed = json.loads(JsonFormatter().format(record(exc_info=True)))
+    assert "ValueError: boom" in parsed["traceback"]
+
+
+def parse_journal(data):
+    """The reader of systemd.io/JOURNAL_NATIVE_PROTOCOL, written from the page."""
+    fields = {}
+    while data:
+        end = data.index(b"\n")
+        head, rest = data[:end], data[end + 1 :]
+        if b"=" in head:
+            name, value = head.split(b"=", 1)
+            data = rest
+        else:
+            size = int.from_bytes(rest[:8], "little")
+            name, value = head, rest[8 : 8 + size]
+            assert rest[8 + size : 9 + size] == b"\n"
+            data = rest[9 + size :]
+        fields[name.decode()] = value.decode()
+    return fields
+
+
+def test_journal_fields(tmp_path):
+    path = tmp_path / "journal"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(path))
+        handler = JournalHandler(path, "appliance-api")
+        handler.emit(record("two\nlines", logging.ERROR, req_id="r1", where={"layer": 3}))
+        fields = parse_journal(journal.recv(65536))
+        handler.close()
+    assert fields["MESSAGE"] == "two\nlines"
+    assert fields["PRIORITY"] == "3"
+    assert fields["SYSLOG_IDENTIFIER"] == "appliance-api"
+    assert fields["APPLIANCE_REQ_ID"] == "r1"
+    assert fields["APPLIANCE_EVENT"] == "something"
+    assert json.loads(fields["APPLIANCE_WHERE"]) == {"layer": 3}
+
+
+def test_field_names_are_legal():
+    fields = parse_journal(journal_datagram(record(**{"a-b": 1, "é": 2, "x" * 100: 3}), "i"))
+    for name in fields:
+        assert len(name) <= 64
+        assert name.replace("_", "").isalnum() and name.isascii() and name == name.upper()
+
+
+def test_a_full_journal_falls_back_to_stderr(tmp_path, capsys):
+    path = tmp_path / "journal"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(path))
+        handler = JournalHandler(path)
+        for _ in range(2000):  # nobody reads
+            handler.emit(record("x" * 1000))
+        handler.close()
+    assert "something" in capsys.readouterr().err
+
+
+def test_setup(monkeypatch, capsys):
+    monkeypatch.setenv("JOURNAL_STREAM", "0:0")
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        log.setup_logging("info")
+        log_event(logging.getLogger("engine.x"), logging.INFO, "started", port=1)
+        logging.getLogger("engine.x").debug("not shown")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["started"]
+    assert json.loads(lines[0])["port"] == 1
+
+
+def entries(caplog, event):
+    return [r.fields | {"level": r.levelname} for r in caplog.records if getattr(r, "event", None) == event]
+
+
+async def test_one_line_a_request_with_its_id(make_endpoint, caplog):
+    caplog.set_level("INFO")
+    endpoint = await make_endpoint(Script(fail_after=3))
+    headers = {"X-Request-Id": "abc"}
+    await endpoint.post("/v1/completions", {"prompt": "x", "max_tokens": 2, "seed": 4}, headers=headers)
+    await endpoint.post("/v1/completions", {"prompt": "x", "max_tokens": 9}, headers=headers)
+    await endpoint.post("/v1/completions", {"prompt": 5}, headers=headers)
+    good, failed, bad = entries(caplog, "http_request")
+    assert (good["req_id"], good["status"], good["prompt_tokens"], good["completion_tokens"]) == ("abc", 200, 2, 2)
+    assert (good["seed"], good["finish"]) == (4, ["length"])
+    assert (failed["status"], failed["error"], failed["level"]) == (500, "engine_error", "WARNING")
+    assert (bad["status"], bad["error"], bad["param"]) == (400, "invalid_type", "prompt")
+    (where,) = entries(caplog, "engine_error")
+    assert (where["req_id"], where["where"]["op"]) == ("abc", "lm_head")
+    ids = [msg.request_id for msg in endpoint.client.submitted]
+    assert len(set(ids)) == 2 and all(name.startswith("abc.") for name in ids)
+
+
+async def test_probes_are_not_logged_unless_they_fail(endpoint, caplog):
+    caplog.set_level("INFO")
+    for path in ("/livez", "/readyz", "/health"):
+        await endpoint.get(path)
+    assert entries(caplog, "http_request") == []
+    endpoint.client.state = "dead"
+    await endpoint.get("/readyz")
+    assert len(entries(caplog, "http_request")) == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_prompts_and_outputs_are_logged_only_when_asked_for(make_endpoint, caplog, asked):
+    caplog.set_level("DEBUG")
+    reply = list(b"the-output")
+    endpoint = await make_endpoint(Script(reply=lambda msg, index: reply), log_prompts=asked)
+    await endpoint.post("/v1/completions", {"prompt": "the-prompt", "max_tokens": 10})
+    text = "\n".join(JsonFormatter().format(r) for r in caplog.records if r.name.startswith("engine"))
+    assert ("the-prompt" in text, "the-output" in text) == (asked, asked)
+
+
+async def test_a_client_that_leaves_is_logged_as_499(make_endpoint, caplog):
+    import asyncio
+
+    caplog.set_level("INFO")
+    endpoint = await make_endpoint(Script(never_answer=True))
+    task = asyncio.create_task(endpoint.post("/v1/completions", {"prompt": "x"}))
+    while not endpoint.client.running:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for _ in range(100):
+        if entries(caplog, "http_request"):
+            break
+        await asyncio.sleep(0.01)
+    assert [line["status"] for line in entries(caplog, "http_request")] == [499]
