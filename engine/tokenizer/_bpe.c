@@ -12,20 +12,17 @@
 #include "_merge.h"
 #include "_nfc.h"
 #include "_scan.h"
+#include "_trie.h"
 
 #define RELEASE_BYTES 2048
 #define POOL_SIZE 4
-#define KEEP_BYTES (4u << 20) /* a workspace that grew beyond this is not kept for later calls */
+#define KEEP_BYTES (64u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
 #define MAX_STEPS 16
 
 enum { STEP_PREPEND, STEP_REPLACE, STEP_NFC };
 enum { PREFIX_NEVER, PREFIX_FIRST, PREFIX_ALWAYS };
-enum { ADDED_SINGLE_WORD = 1, ADDED_LSTRIP = 2, ADDED_RSTRIP = 4, ADDED_SPECIAL = 8 };
 
 typedef struct { int kind; byte_buffer text, to; } norm_step;
-/* A trie in one hash table: node << 8 | byte -> node; the root is 0. token[node]: id << 4 | flags, or -1. */
-typedef struct { map64 edges; int64_t *token; uint8_t starts[256]; size_t nodes; } trie;
-
 typedef struct {
     PyObject_HEAD
     model model;
@@ -37,6 +34,7 @@ typedef struct {
     byte_buffer prefix_text;
     workspace *pool[POOL_SIZE];
     int pooled;
+    size_t pooled_bytes;
     unsigned long long last_work;
 } Core;
 
@@ -44,89 +42,37 @@ typedef struct {
 
 static void workspace_free(workspace *w) {
     if (!w) return;
-    void *owned[] = {w->cache, w->ids.data, w->symbol, w->before, w->after, w->value, w->heap, w->piece.data,
+    void *owned[] = {w->cache, w->ids.data, w->symbol, w->nodes, w->value, w->heap, w->piece.data,
                      w->other.data, w->text.data, w->spare.data};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     free(w);
 }
 
 static workspace *workspace_take(Core *core) {
-    if (core->pooled) return core->pool[--core->pooled];
-    workspace *w = calloc(1, sizeof(workspace));
+    workspace *w;
+    if (core->pooled) {
+        w = core->pool[--core->pooled];
+        core->pooled_bytes -= w->bytes;
+        return w;
+    }
+    w = calloc(1, sizeof(workspace));
     if (w && !(w->cache = calloc((size_t)1 << CACHE_BITS, sizeof(cache_entry)))) { free(w); w = NULL; }
     if (!w) PyErr_NoMemory();
     return w;
 }
 
 static void workspace_return(Core *core, workspace *w) {
-    size_t bytes = w->capacity * 20 + w->heap_capacity * 8 + w->piece.capacity + w->other.capacity +
-                   (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
-    if (core->pooled == POOL_SIZE || bytes > KEEP_BYTES) workspace_free(w);
-    else core->pool[core->pooled++] = w;
+    w->bytes = w->capacity * 12 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
+               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
+    if (core->pooled == POOL_SIZE || core->pooled_bytes + w->bytes > KEEP_BYTES) {
+        workspace_free(w);
+        return;
+    }
+    core->pooled_bytes += w->bytes;
+    core->pool[core->pooled++] = w;
 }
 
 /* ---- added tokens ------------------------------------------------------------------------------------------------- */
-
-static int trie_add(trie *t, const uint8_t *p, size_t n, uint32_t id, int flags) {
-    uint64_t node = 0;
-    t->starts[p[0]] = 1;
-    for (size_t i = 0; i < n; i++) {
-        uint64_t next = map64_get(&t->edges, node << 8 | p[i], 0);
-        if (!next) {
-            next = t->nodes++;
-            t->token[next] = -1;
-            map64_put(&t->edges, node << 8 | p[i], next);
-        }
-        node = next;
-    }
-    if (t->token[node] < 0) t->token[node] = (int64_t)id << 4 | flags; /* of equal contents the first counts */
-    return 0;
-}
-
-/* `entries`: list of (content bytes, id, flags). */
-static int trie_build(trie *t, PyObject *entries, uint64_t seed) {
-    size_t total = 1;
-    if (!PyList_Check(entries)) { PyErr_SetString(PyExc_TypeError, "added tokens must be a list"); return -1; }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
-        const char *p; Py_ssize_t n; int id, flags;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(entries, i), "y#ii", &p, &n, &id, &flags)) return -1;
-        total += (size_t)n;
-    }
-    t->token = malloc(total * sizeof(int64_t));
-    if (!t->token || map64_init(&t->edges, total, seed)) { PyErr_NoMemory(); return -1; }
-    t->token[0] = -1;
-    t->nodes = 1;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(entries); i++) {
-        const char *p; Py_ssize_t n; int id, flags;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(entries, i), "y#ii", &p, &n, &id, &flags)) return -1;
-        if (n) trie_add(t, (const uint8_t *)p, (size_t)n, (uint32_t)id, flags);
-    }
-    return 0;
-}
-
-/* The longest token at s[a..end-1]; its length or 0. */
-static size_t trie_match(const trie *t, workspace *w, const uint8_t *s, size_t a, size_t end, int64_t *token) {
-    uint64_t node = 0;
-    size_t length = 0;
-    for (size_t i = a; i < end; i++) {
-        node = map64_get(&t->edges, node << 8 | s[i], 0);
-        w->work++;
-        if (!node) break;
-        if (t->token[node] >= 0) { *token = t->token[node]; length = i + 1 - a; }
-    }
-    return length;
-}
-
-static size_t char_before(const uint8_t *s, size_t a) {
-    do a--; while ((s[a] & 0xc0) == 0x80);
-    return a;
-}
-
-static int stands_alone(const uint8_t *s, size_t first, size_t last, size_t end) {
-    uint32_t n;
-    if (first && flags_at(s + char_before(s, first), &n) & UC_W) return 0;
-    return last == end || !(flags_at(s + last, &n) & UC_W);
-}
 
 typedef int (*piece_function)(Core *, workspace *, const uint8_t *, size_t, int parse_special, int at_start);
 
@@ -297,10 +243,16 @@ static int read_merges(Core *self, Py_buffer *columns, uint64_t seed) {
     if (map64_init(&m->pairs, count, seed)) goto memory;
     for (size_t i = 0; i < count; i++)
         map64_put(&m->pairs, (uint64_t)left[i] << 32 | right[i], (uint64_t)rank[i] << 32 | merged[i]);
-    if (!m->byte_level) return 0;
+    mark_inside(m, left, right, merged, count);
+    for (int c = 0; c < 128; c++) {
+        uint8_t byte = (uint8_t)c;
+        m->ascii_ids[c] = (int32_t)words_find(&m->words, &byte, 1, hash_bytes(&byte, 1, m->words.seed));
+    }
     if (!(m->byte_pairs = malloc(65536 * sizeof(uint64_t)))) goto memory;
     for (uint32_t i = 0; i < 65536; i++) {
-        int32_t a = m->byte_ids[i >> 8], b = m->byte_ids[i & 255];
+        uint32_t x = i >> 8, y = i & 255;
+        int32_t a = m->byte_level ? m->byte_ids[x] : x < 128 ? m->ascii_ids[x] : -1;
+        int32_t b = m->byte_level ? m->byte_ids[y] : y < 128 ? m->ascii_ids[y] : -1;
         m->byte_pairs[i] = a < 0 || b < 0 ? NO_PAIR : map64_get(&m->pairs, (uint64_t)a << 32 | (uint32_t)b, NO_PAIR);
     }
     return 0;

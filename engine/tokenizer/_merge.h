@@ -17,7 +17,10 @@ typedef struct { uint8_t length, count, unused[2]; uint32_t ids[CACHE_IDS]; uint
 typedef struct {
     word_table words;
     map64 pairs; /* left << 32 | right -> rank << 32 | merged */
-    uint64_t *byte_pairs; /* byte level: the same for two single bytes, by index left byte << 8 | right byte */
+    uint64_t *byte_pairs; /* the same for the symbols of two bytes (not byte level: of two ASCII characters), by index
+                             left byte << 8 | right byte: the first look-ups of every word, without hashing */
+    int32_t ascii_ids[128]; /* not byte level: the token of one ASCII character, or -1 */
+    uint8_t inside[8192]; /* bit a << 8 | b: the bytes a, b may meet inside a token; else nothing merges across them */
     uint8_t *whole; /* per id: 1 if a pre-token equal to this token's bytes is encoded as exactly this token */
     int32_t byte_ids[256];
     int byte_level, byte_fallback, fuse_unk, ignore_merges;
@@ -25,14 +28,19 @@ typedef struct {
     uint32_t count;
 } model;
 
+/* One symbol of a long word, all that a merge touches in one place. `rank` UINT32_MAX: no pair starts here. */
+typedef struct { uint32_t symbol, before, after, rank, merged; } node;
+
 typedef struct {
     cache_entry *cache;
     id_buffer ids; /* the result */
-    uint32_t *symbol, *before, *after;
-    uint64_t *value, *heap; /* value[i]: rank << 32 | merged of the pair that starts at i */
-    size_t capacity, heap_size, heap_capacity;
+    uint32_t *symbol;
+    uint64_t *value, *heap; /* value[i]: rank << 32 | merged of the pair that starts at symbol i */
+    node *nodes;
+    size_t capacity, node_capacity, heap_size, heap_capacity;
     byte_buffer piece, other; /* normalized text */
     id_buffer text, spare; /* scratch of NFC */
+    size_t bytes; /* of all buffers, when it went into the pool */
     uint64_t work; /* look-ups, merges and heap moves so far: what the linearity test counts */
 } workspace;
 
@@ -44,16 +52,15 @@ static inline uint64_t find_pair(const model *m, workspace *w, uint32_t left, ui
 static int reserve_symbols(workspace *w, size_t n) {
     if (n <= w->capacity) return 0;
     size_t next = n + n / 4 + 64, unused = w->capacity;
-    void **arrays[] = {(void **)&w->symbol, (void **)&w->before, (void **)&w->after, (void **)&w->value};
-    for (int i = 0; i < 4; i++) {
-        size_t capacity = unused;
-        if (grow(arrays[i], &capacity, next, i == 3 ? sizeof(uint64_t) : sizeof(uint32_t))) return -1;
-    }
+    if (grow((void **)&w->symbol, &unused, next, sizeof(uint32_t))) return -1;
+    unused = w->capacity;
+    if (grow((void **)&w->value, &unused, next, sizeof(uint64_t))) return -1;
     w->capacity = next;
     return 0;
 }
 
-/* Fills w->symbol for one pre-token; returns the number of symbols, or -1. Mirrors PureEncoder.symbols. */
+/* Fills w->symbol for one pre-token; returns the number of symbols, or -1. Mirrors PureEncoder.symbols. Not byte level:
+ * w->value says which symbols are ASCII characters (0x80: not one). */
 static int64_t fill_symbols(const model *m, workspace *w, const uint8_t *p, size_t n) {
     if (n > INT32_MAX || reserve_symbols(w, n)) return -1; /* positions are 32 bits */
     size_t count = 0;
@@ -64,7 +71,13 @@ static int64_t fill_symbols(const model *m, workspace *w, const uint8_t *p, size
     }
     int pending = 0;
     for (size_t i = 0; i < n;) {
+        if (p[i] < 0x80 && m->ascii_ids[p[i]] >= 0 && !pending) {
+            w->value[count] = p[i]; /* for merge_part: this symbol is the ASCII character p[i] */
+            w->symbol[count++] = (uint32_t)m->ascii_ids[p[i++]];
+            continue;
+        }
         uint32_t bytes = utf8_at(p + i).bytes;
+        size_t first = count;
         int64_t known = words_find(&m->words, p + i, bytes, hash_bytes(p + i, bytes, m->words.seed));
         w->work++;
         int complete = m->byte_fallback;
@@ -79,9 +92,13 @@ static int64_t fill_symbols(const model *m, workspace *w, const uint8_t *p, size
             if (pending && !m->fuse_unk) w->symbol[count++] = (uint32_t)m->unk_id;
             pending = 1;
         }
+        while (first < count) w->value[first++] = 0x80;
         i += bytes;
     }
-    if (pending) w->symbol[count++] = (uint32_t)m->unk_id;
+    if (pending) {
+        w->value[count] = 0x80;
+        w->symbol[count++] = (uint32_t)m->unk_id;
+    }
     return (int64_t)count;
 }
 
@@ -134,50 +151,52 @@ static int heap_push(workspace *w, uint64_t item) {
     return 0;
 }
 
+static inline int link_pair(const model *m, workspace *w, node *nodes, uint32_t left, uint32_t right) {
+    uint64_t value = find_pair(m, w, nodes[left].symbol, nodes[right].symbol);
+    nodes[left].rank = (uint32_t)(value >> 32); /* NO_PAIR gives UINT32_MAX */
+    nodes[left].merged = (uint32_t)value;
+    return value == NO_PAIR ? 0 : heap_push(w, (value & 0xffffffff00000000ull) | left);
+}
+
 /* Many symbols: a 4-ary heap of rank << 32 | position over a doubly linked list; stale entries are recognised because
- * value[position] no longer has their rank (a rank belongs to one pair). At most 3n pushes: O(n log n). */
+ * the node at that position no longer has their rank (a rank belongs to one pair). At most 3n pushes: O(n log n). */
 static int64_t merge_long(const model *m, workspace *w, size_t n) {
-    uint32_t *symbol = w->symbol, *before = w->before, *after = w->after;
-    uint64_t *value = w->value;
     if (grow((void **)&w->heap, &w->heap_capacity, n, sizeof(uint64_t))) return -1;
+    if (grow((void **)&w->nodes, &w->node_capacity, n, sizeof(node))) return -1;
+    node *nodes = w->nodes;
     w->heap_size = 0;
-    for (size_t i = 0; i < n; i++) {
-        before[i] = (uint32_t)i - 1; /* UINT32_MAX in front of the first */
-        after[i] = (uint32_t)i + 1;
-        if (value[i] != NO_PAIR) w->heap[w->heap_size++] = (value[i] & 0xffffffff00000000ull) | i;
+    for (size_t i = 0; i < n; i++) { /* `before` of the first is UINT32_MAX, `after` of the last is n */
+        uint64_t value = w->value[i];
+        nodes[i] = (node){w->symbol[i], (uint32_t)i - 1, (uint32_t)i + 1, (uint32_t)(value >> 32), (uint32_t)value};
+        if (value != NO_PAIR) w->heap[w->heap_size++] = (value & 0xffffffff00000000ull) | i;
     }
     for (size_t i = w->heap_size / 4 + 1; i-- > 0;)
         if (i < w->heap_size) heap_down(w, i, w->heap[i]);
     while (w->heap_size) {
-        uint64_t top = w->heap[0];
-        uint64_t moved = w->heap[--w->heap_size];
+        uint64_t top = w->heap[0], moved = w->heap[--w->heap_size];
         if (w->heap_size) heap_down(w, 0, moved);
         uint32_t at = (uint32_t)top;
-        if (value[at] == NO_PAIR || value[at] >> 32 != top >> 32) continue;
-        uint32_t other = after[at], next = after[other];
-        symbol[at] = (uint32_t)value[at];
-        value[other] = value[at] = NO_PAIR;
-        symbol[other] = UINT32_MAX; /* dead */
-        after[at] = next;
-        if (next < n) {
-            before[next] = at;
-            value[at] = find_pair(m, w, symbol[at], symbol[next]);
-            if (value[at] != NO_PAIR && heap_push(w, (value[at] & 0xffffffff00000000ull) | at)) return -1;
+        node *here = &nodes[at];
+        if (here->rank != top >> 32) continue;
+        node *other = &nodes[here->after];
+        here->symbol = here->merged;
+        here->after = other->after;
+        here->rank = other->rank = UINT32_MAX;
+        other->symbol = UINT32_MAX; /* dead */
+        if (here->after < n) {
+            nodes[here->after].before = at;
+            if (link_pair(m, w, nodes, at, here->after)) return -1;
         }
-        if (before[at] != UINT32_MAX) {
-            uint32_t left = before[at];
-            value[left] = find_pair(m, w, symbol[left], symbol[at]);
-            if (value[left] != NO_PAIR && heap_push(w, (value[left] & 0xffffffff00000000ull) | left)) return -1;
-        }
+        if (here->before != UINT32_MAX && link_pair(m, w, nodes, here->before, at)) return -1;
     }
     size_t kept = 0;
     for (size_t i = 0; i < n; i++)
-        if (symbol[i] != UINT32_MAX) symbol[kept++] = symbol[i];
+        if (nodes[i].symbol != UINT32_MAX) w->symbol[kept++] = nodes[i].symbol;
     return (int64_t)kept;
 }
 
-/* The ids of one pre-token into w->symbol; returns how many, or -1 without memory. */
-static int64_t merge_word(const model *m, workspace *w, const uint8_t *p, size_t n) {
+/* Appends the ids of p[0..n-1], across whose ends nothing can merge. */
+static int merge_part(const model *m, workspace *w, const uint8_t *p, size_t n) {
     int64_t filled = fill_symbols(m, w, p, n);
     if (filled < 0) return -1;
     size_t count = (size_t)filled;
@@ -185,11 +204,51 @@ static int64_t merge_word(const model *m, workspace *w, const uint8_t *p, size_t
     if (m->byte_level && count == n) { /* no byte was dropped: neighbours in p are neighbours in symbol */
         for (size_t i = 0; i + 1 < count; i++) w->value[i] = m->byte_pairs[(uint32_t)p[i] << 8 | p[i + 1]];
         w->work += count;
+    } else if (!m->byte_level) {
+        for (size_t i = 0; i + 1 < count; i++)
+            w->value[i] = w->value[i] < 0x80 && w->value[i + 1] < 0x80
+                              ? m->byte_pairs[w->value[i] << 8 | w->value[i + 1]]
+                              : find_pair(m, w, w->symbol[i], w->symbol[i + 1]);
+        w->work += count;
     } else {
         for (size_t i = 0; i + 1 < count; i++) w->value[i] = find_pair(m, w, w->symbol[i], w->symbol[i + 1]);
     }
     w->value[count - 1] = NO_PAIR;
-    return count <= SHORT_WORD ? (int64_t)merge_short(m, w, count) : merge_long(m, w, count);
+    filled = count <= SHORT_WORD ? (int64_t)merge_short(m, w, count) : merge_long(m, w, count);
+    for (int64_t i = 0; i < filled; i++)
+        if (ids_add(&w->ids, w->symbol[i])) return -1;
+    return filled < 0 ? -1 : 0;
+}
+
+/* Appends the ids of one pre-token, cut first where no token reaches across. */
+static int merge_word(const model *m, workspace *w, const uint8_t *p, size_t n) {
+    size_t start = 0;
+    for (size_t i = 1; i < n; i++) {
+        uint32_t pair = (uint32_t)p[i - 1] << 8 | p[i];
+        if (m->inside[pair >> 3] >> (pair & 7) & 1) continue;
+        if (merge_part(m, w, p + start, i - start)) return -1;
+        start = i;
+    }
+    return merge_part(m, w, p + start, n - start);
+}
+
+/* Fills `inside` from the tokens that merges make. Where symbols are not the bytes of the text one by one (dropped
+ * bytes, unknown tokens, a byte token that takes part in merges) every pair is marked: no cut. */
+static void mark_inside(model *m, const uint32_t *left, const uint32_t *right, const uint32_t *merged, size_t count) {
+    int cut = 1;
+    for (int b = 0; b < 256; b++) cut &= m->byte_level || m->byte_ids[b] >= 0;
+    for (size_t i = 0; i < count && cut && !m->byte_level; i++)
+        for (int b = 0; b < 256; b++)
+            cut &= (uint32_t)m->byte_ids[b] != left[i] && (uint32_t)m->byte_ids[b] != right[i];
+    memset(m->inside, cut ? 0 : 0xff, sizeof(m->inside));
+    for (size_t i = 0; i < count; i++)
+        for (uint32_t k = m->words.offset[merged[i]]; k + 1 < m->words.offset[merged[i] + 1]; k++) {
+            uint32_t pair = (uint32_t)m->words.blob[k] << 8 | m->words.blob[k + 1];
+            m->inside[pair >> 3] |= (uint8_t)(1 << (pair & 7));
+        }
+    for (uint32_t pair = 0; pair < 65536; pair++)
+        if (m->byte_level ? m->byte_ids[pair >> 8] < 0 || m->byte_ids[pair & 255] < 0 : (pair & 0xc0) == 0x80)
+            m->inside[pair >> 3] |= (uint8_t)(1 << (pair & 7)); /* dropped bytes; the middle of a character */
 }
 
 /* Appends the ids of one pre-token to w->ids. */
@@ -207,10 +266,7 @@ static int encode_word(const model *m, workspace *w, const uint8_t *p, size_t n)
     if (whole >= 0 && (m->ignore_merges || m->whole[whole])) {
         if (ids_add(&w->ids, (uint32_t)whole)) return -1;
     } else {
-        int64_t count = merge_word(m, w, p, n);
-        if (count < 0) return -1;
-        for (int64_t i = 0; i < count; i++)
-            if (ids_add(&w->ids, w->symbol[i])) return -1;
+        if (merge_word(m, w, p, n)) return -1;
     }
     size_t made = w->ids.size - start;
     if (entry && made <= CACHE_IDS) {
@@ -227,9 +283,9 @@ static int mark_whole(model *m, workspace *w) {
         const uint8_t *key = m->words.blob + m->words.offset[id];
         size_t n = m->words.offset[id + 1] - m->words.offset[id];
         if (!n) continue;
-        int64_t count = merge_word(m, w, key, n);
-        if (count < 0) return -1;
-        m->whole[id] = count == 1 && w->symbol[0] == id;
+        w->ids.size = 0;
+        if (merge_word(m, w, key, n)) return -1;
+        m->whole[id] = w->ids.size == 1 && w->ids.data[0] == id;
     }
     return 0;
 }

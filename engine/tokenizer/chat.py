@@ -83,6 +83,24 @@ def check_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise TemplateLimit("a width of six digits or more in a format string")
 
 
+def longest(values: Iterable[Any]) -> int:
+    return max((len(value) for value in values if isinstance(value, str)), default=0)
+
+
+def check_growth(name: str, owner: str, args: tuple[Any, ...]) -> None:
+    """Refuses str methods whose result would be huge, before they allocate it."""
+    size = 0
+    if name in ("format", "format_map", "%"):
+        size = max(owner.count("{"), owner.count("%")) * longest(args)
+    elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+        size = (len(owner) // max(1, len(args[0])) + 1) * len(args[1])
+    elif name == "join" and args:
+        parts = args[0] if isinstance(args[0], list | tuple | str | dict) else None
+        size = MAX_WIDTH * len(owner) if parts is None else len(parts) * (len(owner) + longest(parts))
+    if size > MAX_OUTPUT_CHARS:
+        raise TemplateLimit(f"a value longer than {MAX_OUTPUT_CHARS} characters")
+
+
 @jinja2.pass_context
 def counted(context: Context, values: Iterable[Any]) -> Iterator[Any]:
     budget = context[BUDGET]
@@ -97,6 +115,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
             check_arguments(left, (), {})
+            check_growth("%", left, right if isinstance(right, tuple) else (right,))
         if operator == "**" and not (abs(left) < 1 << 32 and abs(right) < 64):
             raise TemplateLimit("a power too large")
         if operator == "*":
@@ -114,6 +133,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             check_arguments(owner if method.__name__ in ("format", "format_map") else None, args, kwargs)
+            check_growth(method.__name__, owner, (*args, *kwargs.values()))
         return bounded(super().call(context, target, *args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -159,7 +179,12 @@ def narrow(name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)  # keeps the mark of filters that want the context first
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(next((a for a in args if isinstance(a, str)), None) if name == "format" else None, args, kwargs)
+        values = [a for a in (*args, *kwargs.values()) if not isinstance(a, nodes.EvalContext)]
+        text = values[0] if values and isinstance(values[0], str) else ""
+        check_arguments(text if name == "format" else None, args, kwargs)
+        if name == "join":
+            text, values = (values[1] if len(values) > 1 and isinstance(values[1], str) else ""), ["", *values]
+        check_growth(name, text, tuple(values[1:]))
         return bounded(function(*args, **kwargs))
 
     return checked

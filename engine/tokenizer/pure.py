@@ -28,6 +28,7 @@ class PureEncoder:
     # ---- the whole text ---------------------------------------------------------------------------------------------
 
     def encode(self, text: str, parse_special: bool = True) -> list[int]:
+        text.encode()  # lone surrogates: UnicodeEncodeError
         ids: list[int] = []
         for start, piece, token in self._find_added(text, self.raw, parse_special):
             if token is not None:

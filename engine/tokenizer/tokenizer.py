@@ -90,7 +90,15 @@ class Tokenizer:
         parse_special: find special tokens in the text; False takes their spelling as plain text, while added tokens
         that are not special are still found. TextError for anything that is not Unicode text, with the byte position.
         """
-        ids = self._encoder.encode(as_text(text), parse_special)
+        text = as_text(text)
+        try:
+            ids = self._encoder.encode(text, parse_special)
+        except UnicodeEncodeError as e:
+            at = len(text[: e.start].encode())
+            bad = f"lone surrogate U+{ord(text[e.start]):04X} at byte {at} (character {e.start})"
+            raise TextError(f"{bad} is not text", position=at) from e
+        except OverflowError as e:
+            raise TextError(f"the text is too long: {e}") from e
         if add_special_tokens and (self.spec.template_prefix or self.spec.template_suffix):
             return [*self.spec.template_prefix, *ids, *self.spec.template_suffix]
         return ids
@@ -160,7 +168,8 @@ class Detokenizer:
 
 
 def as_text(text: str | bytes) -> str:
-    """Strict: nothing is ever replaced. TextError.position is the byte offset of the first bad byte or surrogate."""
+    """Strict: nothing is ever replaced; TextError.position is the byte offset of the first bad byte. Lone surrogates of
+    a str are left to the encoder, which needs its UTF-8 anyway."""
     if isinstance(text, bytes | bytearray | memoryview):
         try:
             return bytes(text).decode()
@@ -172,12 +181,4 @@ def as_text(text: str | bytes) -> str:
             ) from e
     if not isinstance(text, str):
         raise TextError(f"text must be str or bytes, not {type(text).__name__}")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            at = len(text[: e.start].encode())
-            raise TextError(
-                f"lone surrogate U+{ord(text[e.start]):04X} at byte {at} (character {e.start}) is not text", position=at
-            ) from e
     return text

@@ -1,29 +1,32 @@
-"""Tokenizer speed, beside the peers, in one run: python tests/bench/bench_tokenizer.py [TOKENIZER ...]
+"""Tokenizer speed, beside the peers, in one run: python -m tests.bench.bench_tokenizer [--json] [TOKENIZER ...]
 
 MB/s (10**6 bytes of UTF-8) on one thread of `tokenizers`, `tiktoken` (an Encoding made from the mergeable ranks of the
-same file; its ids are compared too where its split rule is known) and ours; then time(2n)/time(n) of the hostile
+same file) and ours; then time(2n)/time(n) of the hostile
 inputs. Best of several runs, in thread CPU time, so that a busy machine hurts all of them alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(Path(__file__).parents[1] / "engine"), str(Path(__file__).parents[2])]
 
-import tiktoken
-import tokenizers
-from tokenizer_files import REAL, hostile_texts, real_dir
+import pytest  # noqa: E402
+import tiktoken  # noqa: E402
+import tokenizers  # noqa: E402
+from tokenizer_files import REAL, hostile_texts, real_dir  # noqa: E402
 
-from engine.tokenizer import Tokenizer
-from engine.tokenizer.spec import GPT2_PATTERN, SPLIT_PATTERNS, Spec, Split
+from engine.tokenizer import Tokenizer  # noqa: E402
+from engine.tokenizer.spec import GPT2_PATTERN, SPLIT_PATTERNS, Spec, Split  # noqa: E402
 
 MEGABYTE = 1_000_000
 
@@ -65,29 +68,39 @@ def tiktoken_peer(spec: Spec) -> tiktoken.Encoding | None:
     return tiktoken.Encoding("peer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
-def speed(name: str, times: int) -> None:
+def speed(name: str, times: int) -> Iterator[dict[str, Any]]:
     ours = Tokenizer.from_dir(real_dir(name))
     theirs = tokenizers.Tokenizer.from_file(str(real_dir(name) / "tokenizer.json"))
     peer = tiktoken_peer(ours.spec)
     for kind, text in corpus().items():
-        size = len(text.encode())
-        part = text[: len(text) // 8]  # the slow peer gets less text; it is linear here
-        ours_speed = size / best(lambda: ours.encode(text), times) / MEGABYTE
-        hf = len(part.encode()) / best(lambda: theirs.encode(part, add_special_tokens=False), 2) / MEGABYTE
-        assert ours.encode(part, add_special_tokens=False) == theirs.encode(part, add_special_tokens=False).ids
-        tik = f"{size / best(lambda: peer.encode_ordinary(text), times) / MEGABYTE:7.1f}" if peer else "      -"
-        print(f"{name:9} {kind:28} ours {ours_speed:7.1f}  tiktoken {tik}  tokenizers {hf:6.2f} MB/s", flush=True)
+        yield {"tokenizer": name, "text": kind, **compare(ours, theirs, peer, text, times)}
 
 
-def scaling(name: str, size: int) -> None:
+def compare(
+    ours: Tokenizer, theirs: tokenizers.Tokenizer, peer: tiktoken.Encoding | None, text: str, times: int
+) -> dict[str, float | None]:
+    size = len(text.encode())
+    part = text[: len(text) // 8]  # the slow peer gets less text; it is linear here
+    assert ours.encode(part, add_special_tokens=False) == theirs.encode(part, add_special_tokens=False).ids
+    fast = size / best(lambda: ours.encode(text), times) / MEGABYTE
+    slow = len(part.encode()) / best(lambda: theirs.encode(part, add_special_tokens=False), 2) / MEGABYTE
+    tik = size / best(lambda: peer.encode_ordinary(text), times) / MEGABYTE if peer else None
+    return {"ours": round(fast, 1), "tiktoken": tik and round(tik, 1), "tokenizers": round(slow, 2)}
+
+
+def scaling(name: str, size: int) -> dict[str, Any]:
     ours = Tokenizer.from_dir(real_dir(name))
     small, large = hostile_texts(size), hostile_texts(2 * size)
-    worst, slowest = ("", 0.0), ("", float("inf"))
+    ratios, speeds = {}, {}
     for kind, text in small.items():
-        one, two = (best(lambda t=t: ours.encode(t), 5) for t in (text, large[kind]))  # type: ignore[misc]
-        worst = max(worst, (kind, two / one), key=lambda item: item[1])
-        slowest = min(slowest, (kind, len(text.encode()) / one / MEGABYTE), key=lambda item: item[1])
-    print(f"{name:9} worst time(2n)/time(n) {worst[1]:.2f} ({worst[0]}); slowest {slowest[1]:.1f} MB/s ({slowest[0]})")
+        one, two = (best(partial(ours.encode, each), 5) for each in (text, large[kind]))
+        ratios[kind], speeds[kind] = two / one, len(text.encode()) / one / MEGABYTE
+    worst, slowest = max(ratios, key=ratios.__getitem__), min(speeds, key=speeds.__getitem__)
+    return {
+        "tokenizer": name,
+        **{"worst time(2n)/time(n)": round(ratios[worst], 2), "of": worst},
+        **{"slowest MB/s": round(speeds[slowest], 1), "at": slowest},
+    }
 
 
 def main() -> None:
@@ -95,11 +108,24 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=REAL, metavar="TOKENIZER", help=", ".join(REAL))
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--hostile-chars", type=int, default=300_000)
+    parser.add_argument("--json", action="store_true", help="one JSON line at the end instead of a table")
     options = parser.parse_args()
+    result: dict[str, Any] = {"rows": [], "hostile": [], "unavailable": {}}
     for name in options.names:
-        speed(name, options.times)
-    for name in options.names:
-        scaling(name, options.hostile_chars)
+        try:
+            real_dir(name)
+        except (pytest.skip.Exception, pytest.fail.Exception) as reason:
+            result["unavailable"][name] = str(reason)
+            continue
+        result["rows"] += speed(name, options.times)
+        result["hostile"].append(scaling(name, options.hostile_chars))
+    if options.json:
+        print(json.dumps(result))
+        return
+    for row in [*result["rows"], *result["hostile"]]:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    for name, reason in result["unavailable"].items():
+        print(f"{name}: not measured: {reason}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tokenizer_files import FULL, REAL, hostile_texts, random_text, real_dir
 from engine.tokenizer import Detokenizer, Tokenizer
 from engine.tokenizer.pure import PureEncoder
 
-STRINGS = 25_000 if FULL else 700  # for each of the five tokenizers
+STRINGS = 25_000 if FULL else 500  # for each of the five tokenizers
 PURE_STRINGS = 4_000 if FULL else 150
 ID_LISTS = 3_000 if FULL else 150
 
