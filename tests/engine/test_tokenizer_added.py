@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizers
 from tokenizer_files import FULL
 from tokenizer_tiny import added, both, load, tiny
 
@@ -54,6 +55,16 @@ PIECES = [
 ]
 
 
+def ids_or_panic(theirs: tokenizers.Tokenizer, text: str) -> list[int] | None:
+    """None where `tokenizers` panics: a token with lstrip inside the white space that another's rstrip took."""
+    try:
+        return theirs.encode(text, add_special_tokens=False).ids
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        return None
+
+
 @pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, "llama"])
 def test_flags(tmp_path: Path, normalizer: object) -> None:
     rng = random.Random(str(normalizer))
@@ -73,10 +84,15 @@ def test_flags(tmp_path: Path, normalizer: object) -> None:
             text = "".join(rng.choices(PIECES, k=rng.randint(0, 12)))
             for parse_special in (True, False):
                 theirs.encode_special_tokens = not parse_special
-                expected = theirs.encode(text, add_special_tokens=False).ids
+                expected = ids_or_panic(theirs, text)
                 got = ours.encode(text, add_special_tokens=False, parse_special=parse_special)
+                if expected is None:
+                    assert pure.encode(text, parse_special) == got
+                    continue
                 assert got == expected, (text, data["added_tokens"])
                 assert pure.encode(text, parse_special) == expected
+            if expected is None:
+                continue
             assert ours.decode(expected, skip_special_tokens=False) == theirs.decode(expected, False)
             if not any(t.special and t.normalized for t in ours.spec.added):
                 assert ours.decode(expected) == theirs.decode(expected)

@@ -145,6 +145,6 @@ def test_four_byte_tokens_of_one_emoji_come_out_together(name: str) -> None:
     stream = Detokenizer(our)
     pushed = [stream.push([i]) for i in [*ids, end]]
     assert pushed[:3] == ["", "", ""]
-    assert "".join(pushed).lstrip() == "😀" + our.token_text(end).lstrip()
+    assert "".join(pushed) == "😀" + our.token_text(end)
     cut = Detokenizer(our)
     assert [cut.push(ids[:3]), cut.flush()] == ["", "\ufffd" if name != "llama2" else "\ufffd" * 3]
