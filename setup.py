@@ -8,8 +8,10 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FLAGS = ["-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra",
-         "-Wno-unused-parameter", "-Wno-psabi", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]  # fmt: skip
+FLAGS = [
+    "-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-Wno-psabi",
+]  # fmt: skip
 
 EXTENSIONS = {
     "engine._ring": ["engine/_ring.c"],

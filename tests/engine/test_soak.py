@@ -1,4 +1,4 @@
-"""A short soak of the real server: every kind of request, errors, aborts and disconnects; nothing may be left behind."""
+"""A short soak of the real server: every kind of request, errors, aborts, disconnects; nothing may be left behind."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 from engine.config import ModelConfig
 from engine.rope import attention_scaling, inverse_frequencies
-
 from tests.golden.engine_replay import Engine, Replay
 from tests.golden.golden_file import Golden, GoldenPrompt
 from tests.golden.tiny_models import LONG, TINY_MODELS, make_tiny
