@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.core_config import CoreConfig
-from engine.errors import EngineDead, EngineError, QueueFull
+from engine.errors import AdmissionError, EngineDead, EngineError, QueueFull
 from engine.messages import (
     Abort,
     ApiMessage,
@@ -147,9 +147,15 @@ class EngineClient:
         alive_here, alive_there = os.pipe()  # engine-core exits when our end closes, however we end
         fds = (*self._to_core.fds(), *self._to_api.fds(), alive_here)
         arguments = msgspec.json.encode({"core": self.core_config, "fds": fds}).decode()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.core", arguments], pass_fds=fds, stdin=subprocess.DEVNULL
-        )
+        # engine-core leaves when we say so, never by a signal meant for the whole terminal or scope: it starts with
+        # them blocked (a mask survives exec) and ignores them once it runs.
+        ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.core", arguments], pass_fds=fds, stdin=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ours)
         os.close(alive_here)
         self._alive_fd = alive_there
         self._pid_fd = os.pidfd_open(self._process.pid)
@@ -184,7 +190,7 @@ class EngineClient:
     async def stop(self, grace_seconds: float = 5.0) -> int:
         """Ask engine-core to end, wait, then insist. Requests still open fail. Returns its exit status."""
         process = self._process
-        if process is None:
+        if process is None:  # never started
             return 0
         if process.poll() is None:
             self._send(Control(control_id=0, op="stop"))
@@ -255,7 +261,8 @@ class EngineClient:
         return handle
 
     async def control(self, op: str, *, timeout_seconds: float = 60.0, **args: Any) -> dict[str, Any]:
-        """An operator's question to engine-core (golden, checksum, ...). EngineError when it says no."""
+        """An operator's question to engine-core (golden, checksum, ...). AdmissionError when the arguments are wrong,
+        EngineError when it cannot answer."""
         if self.state in ("dead", "loading"):
             raise EngineDead(f"the engine is {self.state}")
         control_id = next(self._control_ids)
@@ -269,7 +276,7 @@ class EngineClient:
         finally:
             self._controls.pop(control_id, None)
         if not reply.ok:
-            raise EngineError(f"{op}: {reply.error}")
+            raise (AdmissionError if reply.refused else EngineError)(f"{op}: {reply.error}")
         return reply.result
 
     def _left_queue(self, handle: RequestHandle) -> None:

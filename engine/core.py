@@ -21,7 +21,7 @@ import msgspec
 
 from engine.core_config import CoreConfig
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import AdmissionError, EngineError
 from engine.log import log_event, setup_logging
 from engine.messages import Abort, ApiMessage, Control, ControlReply, CoreMessage, Fatal, Generate, Loading
 from engine.ring import Ring
@@ -63,16 +63,24 @@ class CoreProcess:
                 self._flush()
         except EngineError as error:
             log_event(log, logging.ERROR, "core_fatal", error.message, hint=error.hint)
-            self._send([Fatal(error=error.message, hint=error.hint)])
-            self._flush()
+            self._last_words(Fatal(error=error.message, hint=error.hint))
             return 1
         except Exception as error:  # the last line of defence: say what it was, then die, never limp on
             log_event(log, logging.ERROR, "core_fatal", "engine-core failed", exc_info=True)
-            self._send([Fatal(error=f"{type(error).__name__}: {error}")])
-            self._flush()
+            self._last_words(Fatal(error=f"{type(error).__name__}: {error}"))
             return 1
         engine.close()
         return 0
+
+    def _last_words(self, message: Fatal) -> None:
+        """Say why before leaving, ahead of anything unsent; give a full ring a second to make room."""
+        self._unsent.clear()
+        self._send([message])
+        for _ in range(100):
+            if not self._unsent:
+                break
+            time.sleep(0.01)
+            self._flush()
 
     def _report_loading(self, done_bytes: int, total_bytes: int) -> None:
         self._send([Loading(done_bytes=done_bytes, total_bytes=total_bytes)])
@@ -105,7 +113,8 @@ class CoreProcess:
         try:
             result: dict[str, Any] = engine.control(message.op, message.args)
         except EngineError as error:
-            return ControlReply(control_id=message.control_id, ok=False, error=error.message)
+            refused = isinstance(error, AdmissionError)
+            return ControlReply(control_id=message.control_id, ok=False, error=error.message, refused=refused)
         return ControlReply(control_id=message.control_id, ok=True, result=result)
 
     def _send(self, messages: list[CoreMessage]) -> None:
@@ -130,6 +139,7 @@ def main() -> int:
     # systemd sends SIGTERM to the whole scope: engine-api decides when we stop, after the requests in flight.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan even in the middle of a long step
     fds: list[int] = arguments["fds"]
     config = msgspec.convert(arguments["core"], CoreConfig)

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ConfigError
+from engine.plan import SchedulerConfig
 from engine.types import PAGE_TOKENS
 
 MIB = 1 << 20
@@ -29,11 +30,28 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefix_cache: bool = True
 
 
+def scheduler_config(config: CoreConfig, max_model_len: int) -> SchedulerConfig:
+    """ConfigError for sizes that do not go together; needs no model, so it is also called before the load."""
+    if config.prefill_chunk > config.max_batch_tokens:
+        raise ConfigError(
+            f"prefill_chunk is {config.prefill_chunk}, but a step takes at most {config.max_batch_tokens} tokens",
+            hint="lower --prefill-chunk or raise --max-batch-tokens",
+        )
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_batch_tokens=config.max_batch_tokens,
+        max_batch_seqs=config.max_batch_seqs,
+        prefill_chunk=config.prefill_chunk,
+        prefix_cache=config.prefix_cache,
+        max_plans_in_flight=1,
+    )
+
+
 def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def plan_kv_pages(config: CoreConfig, *, max_model_len: int, bytes_per_page: int, free_bytes: int) -> int:
+def plan_kv_pages(config: CoreConfig, *, max_model_len: int, bytes_per_page: int, free_bytes: int | None) -> int:
     """Pages of the KV pool: as asked, or `memory_fraction` of `free_bytes`, capped at a full batch of full contexts.
 
     ConfigError when not even one full context fits: refusing at start beats refusing every long request.
@@ -43,7 +61,15 @@ def plan_kv_pages(config: CoreConfig, *, max_model_len: int, bytes_per_page: int
         pages = -(-config.kv_tokens // PAGE_TOKENS)
         if pages < 1:
             raise ConfigError(f"kv_tokens = {config.kv_tokens} is not even one page of {PAGE_TOKENS} tokens")
+        if free_bytes is not None and pages * bytes_per_page > free_bytes:
+            raise ConfigError(
+                f"kv_tokens = {config.kv_tokens} needs {pages * bytes_per_page // MIB} MiB, "
+                f"{free_bytes // MIB} MiB are free",
+                hint="lower --kv-tokens",
+            )
         return pages
+    if free_bytes is None:
+        raise ConfigError("cannot tell how much memory is free here", hint="give --kv-tokens")
     pages = min(int(free_bytes * config.memory_fraction) // bytes_per_page, pages_per_context * config.max_batch_seqs)
     if pages < pages_per_context:
         raise ConfigError(

@@ -5,33 +5,37 @@ A step reads in call order: expire deadlines -> schedule -> build the batch -> f
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
+import msgspec
 
+from engine.batch import build_batch
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, plan_kv_pages, usable_cpus
+from engine.core_config import CoreConfig, plan_kv_pages, scheduler_config, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
 from engine.host_memory import available_bytes
-from engine.kv_cache import KVCache, OutOfPages
+from engine.kv_cache import KVCache
 from engine.loader import arena_checksum, load_weights
 from engine.log import log_event
-from engine.messages import CoreMessage, Generate, Ready, Stats, Tokens
-from engine.runner import ModelRunner, kv_bytes_per_page
+from engine.messages import CoreMessage, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
+from engine.probe import Probe
+from engine.runner import MAX_THREADS, ModelRunner, kv_bytes_per_page
 from engine.sampler import SampleState, sample, token_logprobs
-from engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
-from engine.types import PAGE_TOKENS, FinishReason, Float32Array, SampleResult, StepBatch, TokenLogprob, Weights
+from engine.types import PAGE_TOKENS, FinishReason, Float32Array, SampleResult, TokenLogprob, Weights
 
 log = logging.getLogger("appliance.engine")
 
+T = TypeVar("T")
+
 IDLE_STATS_SECONDS = 0.5
+MAX_FAILED_STEPS = 3
 LOCATE_SECONDS = 1.0
 """Least time between two searches for the layer where NaN began."""
 
@@ -43,7 +47,8 @@ class Choice:
     message: Generate
     sequence: Sequence
     sampling: SampleState
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    scores: list[TokenLogprob | None] | None = None  # echo: logprobs of prompt tokens that were not sent yet
+    num_scored: int = 0
     reported: bool = False  # the first message (with cached_tokens) was sent
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -52,35 +57,27 @@ class Engine:
     """Owner of runner, scheduler and KV cache of one model. Not thread-safe: one caller, engine-core's loop."""
 
     def __init__(
-        self, config: CoreConfig, model: ModelConfig, weights: Weights, *, free_bytes: int, load_seconds: float
+        self, config: CoreConfig, model: ModelConfig, weights: Weights, *, free_bytes: int | None, load_seconds: float
     ) -> None:
         self.config, self.model, self.weights = config, model, weights
-        self.max_model_len = min(config.max_model_len or model.max_position, model.max_position)
-        if self.max_model_len < 1:
-            raise ConfigError(f"max_model_len = {self.max_model_len} must be at least 1")
+        asked = min(config.max_model_len or model.max_position, model.max_position)
+        if asked < 2:
+            raise ConfigError(f"a context of {asked} tokens holds no prompt and no answer", hint="--max-model-len >= 2")
         num_pages = plan_kv_pages(
-            config,
-            max_model_len=self.max_model_len,
-            bytes_per_page=kv_bytes_per_page(model),
-            free_bytes=free_bytes,
+            config, max_model_len=asked, bytes_per_page=kv_bytes_per_page(model), free_bytes=free_bytes
         )
+        # One request can never have more than the whole pool; better a smaller context than requests that never fit.
+        self.max_model_len = min(asked, num_pages * PAGE_TOKENS)
+        if self.max_model_len < asked:
+            note = f"the KV pool holds {self.max_model_len} tokens, so the context is that and not {asked}"
+            log_event(log, logging.WARNING, "context_cut", note)
         self.kv_cache = KVCache(num_pages)
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=self.max_model_len,
-                max_batch_tokens=config.max_batch_tokens,
-                max_batch_seqs=config.max_batch_seqs,
-                prefill_chunk=config.prefill_chunk,
-                prefix_cache=config.prefix_cache,
-                max_plans_in_flight=1,
-            ),
-            self.kv_cache,
-        )
+        self.scheduler = Scheduler(scheduler_config(config, self.max_model_len), self.kv_cache)
         self.runner = ModelRunner(
             model,
             weights,
             num_pages=num_pages,
-            num_threads=config.num_threads or usable_cpus(),
+            num_threads=config.num_threads or min(usable_cpus(), MAX_THREADS),
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=self.max_model_len,
         )
@@ -100,14 +97,14 @@ class Engine:
         self._last_step_seconds = 0.0
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
+        self._failed_steps = 0
+        self._probe = Probe(self.runner, self.kv_cache, config.prefill_chunk)
 
     @classmethod
     def load(cls, config: CoreConfig, *, progress: Callable[[int, int], None] | None = None) -> Engine:
         """Read the model directory and make everything ready for the first step. Any EngineError is final."""
         if config.backend != "cpu":
-            raise ConfigError(
-                f"backend {config.backend!r} is not in this build", hint="use --backend cpu; CUDA is issue 3's part"
-            )
+            raise ConfigError(f"backend {config.backend!r} is not in this build", hint="use --backend cpu")
         started = time.monotonic()
         directory = Path(config.model_dir)
         model = ModelConfig.from_dir(directory)
@@ -120,9 +117,18 @@ class Engine:
         for note in weights.notes:
             log_event(log, logging.WARNING, "checkpoint_note", note)
         free_bytes = available_bytes()
-        if free_bytes is None and config.kv_tokens is None:
-            raise ConfigError("cannot tell how much memory is free here", hint="give --kv-tokens")
-        return cls(config, model, weights, free_bytes=free_bytes or 0, load_seconds=load_seconds)
+        try:
+            engine = cls(config, model, weights, free_bytes=free_bytes, load_seconds=load_seconds)
+        except MemoryError as error:
+            raise ConfigError(f"not enough memory: {error}", hint="lower --kv-tokens or --max-batch-tokens") from error
+        engine.warm_up()
+        return engine
+
+    def warm_up(self) -> None:
+        """Compute something before anybody is told that we are ready. ConfigError when the model answers NaN."""
+        prompt_ids = [0] * min(self.max_model_len, self.config.prefill_chunk + 1)
+        if (where := self._probe.find_nonfinite(prompt_ids)) is not None:
+            raise ConfigError(f"the model computes NaN or Inf at warm-up: {where}", hint="check its files and dtype")
 
     def close(self) -> None:
         self.runner.close()
@@ -136,9 +142,7 @@ class Engine:
     def add(self, message: Generate) -> list[CoreMessage]:
         """Queue every choice. A request that can never be served is answered at once with finish_reason error."""
         try:
-            self.scheduler.check_admissible(len(message.prompt_ids), message.params.max_tokens)
-            if not 0 <= min(message.prompt_ids) <= max(message.prompt_ids) < self.model.vocab_size:
-                raise AdmissionError(f"a prompt token id is outside 0..{self.model.vocab_size - 1}")
+            self._check_prompt(message.prompt_ids, message.params.max_tokens)
             states = [
                 SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
                 for index in range(message.n)
@@ -151,6 +155,7 @@ class Engine:
                     token_ids=[],
                     finish_reason=FinishReason.ERROR,
                     error=str(error),
+                    refused=True,
                 )
                 for index in range(message.n)
             ]
@@ -159,6 +164,7 @@ class Engine:
         if not message.params.ignore_eos:
             stop_ids |= set(message.params.eos_token_ids)
         for index in range(message.n):
+            scores_prompt = message.echo_logprobs and index == 0  # all choices have the same prompt
             sequence = Sequence(
                 self._next_seq_id,
                 message.prompt_ids,
@@ -166,17 +172,22 @@ class Engine:
                 request_id=message.request_id,
                 index=index,
                 cache_salt=message.cache_salt,
-                allow_prefix_hit=not message.echo_logprobs,
+                allow_prefix_hit=not scores_prompt,
                 deadline=message.deadline,
             )
             self._next_seq_id += 1
             choice = Choice(message, sequence, states[index], stop_ids=frozenset(stop_ids))
-            if message.echo_logprobs:
-                choice.prompt_logprobs = [None]
+            if scores_prompt:
+                choice.scores, choice.num_scored = [None], 1
             indices[index] = sequence.seq_id
             self._choices[sequence.seq_id] = choice
             self.scheduler.add(sequence)
         return []
+
+    def _check_prompt(self, prompt_ids: list[int], max_tokens: int) -> None:
+        self.scheduler.check_admissible(len(prompt_ids), max_tokens)
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
+            raise AdmissionError(f"a prompt token id is outside 0..{self.model.vocab_size - 1}")
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Free one choice or all of them at once. Unknown ids are fine: the request may just have ended."""
@@ -206,12 +217,16 @@ class Engine:
         return out
 
     def _run(self, plan: StepPlan) -> list[CoreMessage]:
-        batch, first_row = self._build_batch(plan)
+        batch, first_row = build_batch(plan, self._num_rows)
         try:
             logits = self.runner.forward(batch)
         except (EngineError, ValueError, IndexError) as error:  # refused before it wrote anything: a bug of ours
             log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, exc_info=True)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:  # not these requests' fault: be replaced, not half alive
+                raise EngineError(f"{self._failed_steps} steps in a row failed: {error}") from error
             return [self._report(self._choice(seq), error=str(error)) for seq in self.scheduler.fail(plan)]
+        self._failed_steps = 0
         broken = self._echo(plan, logits, first_row)
         sampling = [item for item in plan.items if item.samples and not item.seq.finished]
         rows = [first_row[item.seq.seq_id] + self._num_rows(item) - 1 for item in sampling]
@@ -238,94 +253,53 @@ class Engine:
         for choice, result in zip(choices, results, strict=True):
             if choice.sequence.seq_id not in broken:
                 out.append(self._result(choice, result))
-        for sequence in ended:  # max_tokens = 0 (echo) samples nothing and ends with its prompt
-            if (choice_left := self._choices.get(sequence.seq_id)) is not None:
-                out.append(self._report(choice_left))
+        # Those that sampled nothing but have something to say: max_tokens = 0 (echo) ends with its prompt, and the
+        # scores of a long prompt go out chunk by chunk, so that no message grows with the prompt.
+        ended_ids = {sequence.seq_id for sequence in ended}
+        for item in plan.items:
+            silent = self._choices.get(item.seq.seq_id)
+            if silent is not None and (item.seq.seq_id in ended_ids or silent.scores):
+                out.append(self._report(silent))
         return out
 
     def _num_rows(self, item: Any) -> int:
         """Logits rows of a scheduled item: every position for echo, the last one when it samples, else none."""
-        if self._choices[item.seq.seq_id].prompt_logprobs is not None and item.start < item.seq.num_prompt_tokens:
+        if self._choices[item.seq.seq_id].scores is not None and item.start < item.seq.num_prompt_tokens:
             return int(item.count)
         return 1 if item.samples else 0
-
-    def _build_batch(self, plan: StepPlan) -> tuple[StepBatch, dict[int, int]]:
-        """Lay the scheduled tokens end to end; also where each sequence's logits rows begin."""
-        items = plan.items
-        counts = np.fromiter((item.count for item in items), np.int32, len(items))
-        total = int(counts.sum())
-        starts = np.fromiter((item.start for item in items), np.int32, len(items))
-        ends = np.cumsum(counts, dtype=np.int32)
-        token_ids = np.empty(total, np.int32)
-        width = max(len(item.seq.block_table) for item in items)
-        block_tables = np.full((len(items), width), -1, np.int32)
-        rows: list[int] = []
-        first_row: dict[int, int] = {}
-        for i, item in enumerate(items):
-            offset = int(ends[i] - counts[i])
-            token_ids[offset : ends[i]] = item.seq.token_ids[item.start : item.start + item.count]
-            block_tables[i, : len(item.seq.block_table)] = item.seq.block_table
-            first_row[item.seq.seq_id] = len(rows)
-            num_rows = self._num_rows(item)
-            rows += range(int(ends[i]) - num_rows, int(ends[i]))
-        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-        batch = StepBatch(
-            token_ids=token_ids,
-            positions=positions.astype(np.int32, copy=False),
-            seq_index=np.repeat(np.arange(len(items), dtype=np.int32), counts),
-            block_tables=block_tables,
-            logits_rows=np.array(rows, np.int32),
-        )
-        return batch, first_row
 
     def _echo(self, plan: StepPlan, logits: Float32Array, first_row: dict[int, int]) -> dict[int, str]:
         """Logprobs of the prompt's own tokens: the row of position p judges token p + 1. Returns what was wrong."""
         broken: dict[int, str] = {}
         for item in plan.items:
             choice = self._choices.get(item.seq.seq_id)
-            if choice is None or choice.prompt_logprobs is None:
+            if choice is None or choice.scores is None:
                 continue
             wanted = choice.message.params.logprobs or 0
             for p in range(item.start, min(item.start + item.count, item.seq.num_prompt_tokens - 1)):
-                if p + 1 == len(choice.prompt_logprobs):  # not again after a preemption
+                if p + 1 == choice.num_scored:  # not again after a preemption
                     row = logits[first_row[item.seq.seq_id] + p - item.start]
                     try:
-                        choice.prompt_logprobs.append(token_logprobs(row, item.seq.token_ids[p + 1], wanted))
+                        choice.scores.append(token_logprobs(row, item.seq.token_ids[p + 1], wanted))
+                        choice.num_scored += 1
                     except NumericError as error:
                         broken[item.seq.seq_id] = error.message
                         break
         return broken
 
     def _locate(self, choice: Choice) -> dict[str, Any]:
-        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}, by computing it once more.
-
-        On pages of its own. At most once a second: a GPU that has gone bad must not spend its time on diagnosis.
-        """
-        token_ids = choice.sequence.token_ids
-        if time.monotonic() - self._located_at >= LOCATE_SECONDS:
-            try:
-                for start, batch in self._replay(token_ids):
-                    if (found := self.runner.find_nonfinite(batch)) is not None:
-                        layer, op, row = found
-                        return {"layer": layer, "op": op, "position": start + row}
-            except OutOfPages:
-                pass  # the answer is less precise, nothing else
-            finally:
-                self._located_at = time.monotonic()
-        return {"op": "logits", "position": len(token_ids) - 1}
-
-    def _replay(self, token_ids: list[int]) -> Iterator[tuple[int, StepBatch]]:
-        """(start, batch) of each chunk of a sequence that is computed from scratch beside the requests in flight, on
-        borrowed pages that are given back at the end; logits at every position. OutOfPages if there are too few."""
-        pages = self.kv_cache.allocate(-(-len(token_ids) // PAGE_TOKENS))
+        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second: a GPU
+        that has gone bad must not spend its time on diagnosis."""
+        where: dict[str, Any] = {"op": "logits", "position": len(choice.sequence.token_ids) - 1}
+        if time.monotonic() - self._located_at < LOCATE_SECONDS:
+            return where
         try:
-            table = np.array([pages], np.int32)
-            for start in range(0, len(token_ids), self.config.prefill_chunk):
-                chunk = np.array(token_ids[start : start + self.config.prefill_chunk], np.int32)
-                rows = np.arange(len(chunk), dtype=np.int32)
-                yield start, StepBatch(chunk, rows + np.int32(start), np.zeros_like(rows), table, rows)
+            return self._probe.find_nonfinite(choice.sequence.token_ids) or where
+        except (EngineError, ValueError, IndexError) as error:  # a diagnosis never ends more than it explains
+            log_event(log, logging.WARNING, "not_located", str(error))
+            return where
         finally:
-            self.kv_cache.release(pages)
+            self._located_at = time.monotonic()
 
     # ---- what a step means for a choice ----------------------------------------------------------------------------
 
@@ -347,6 +321,9 @@ class Engine:
         """The message of this step; when the scheduler has ended the sequence it carries the reason and is the last."""
         sequence, first = choice.sequence, not choice.reported
         choice.reported = True
+        scores = choice.scores
+        if scores:
+            choice.scores = []
         if sequence.finished:
             self._forget(choice)
         return Tokens(
@@ -354,7 +331,7 @@ class Engine:
             index=sequence.index,
             token_ids=token_ids or [],
             cached_tokens=sequence.num_cached_tokens if first else 0,
-            prompt_logprobs=choice.prompt_logprobs if first else None,
+            prompt_logprobs=scores or None,
             finish_reason=sequence.finish_reason,
             **fields,
         )
@@ -385,25 +362,26 @@ class Engine:
         )
 
     def control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        """AdmissionError when the arguments are wrong."""
         match op:
             case "checksum":
+                _arguments(op, args, NoArgs)
                 if self.weights.arena is None:
                     raise EngineError("these weights have no arena to read back")
                 actual = arena_checksum(self.weights.arena, num_threads=self.runner.num_threads)
                 return {"expected": self.weights.checksum, "actual": actual, "ok": actual == self.weights.checksum}
             case "golden":
-                return self._golden([int(t) for t in args["prompt_ids"]])
+                prompt_ids = _arguments(op, args, GoldenArgs).prompt_ids
+                self._check_prompt(prompt_ids, 1)
+                return {"sha256": self._probe.golden(prompt_ids), "positions": len(prompt_ids)}
             case "drop_prefix_cache":
+                _arguments(op, args, NoArgs)
                 return {"pages": self.kv_cache.drop_prefix_cache()}
         raise EngineError(f"unknown control operation {op!r}")
 
-    def _golden(self, prompt_ids: list[int]) -> dict[str, Any]:
-        """SHA-256 over the float32 logits of every position of a fixed prompt: the bits that judge GPU and release.
 
-        Runs beside the requests in flight on pages of its own, without the prefix cache: everything is computed.
-        """
-        self.scheduler.check_admissible(len(prompt_ids), 1)
-        digest = hashlib.sha256()
-        for _start, batch in self._replay(prompt_ids):
-            digest.update(self.runner.forward(batch).tobytes())
-        return {"sha256": digest.hexdigest(), "positions": len(prompt_ids)}
+def _arguments(op: str, args: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(args, kind)
+    except msgspec.ValidationError as error:
+        raise AdmissionError(f"arguments of {op}: {error}") from error

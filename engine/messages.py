@@ -5,7 +5,7 @@ Times are CLOCK_MONOTONIC seconds, which both processes share.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,6 +40,19 @@ class Control(_Message, tag="ctl"):
     args: dict[str, Any] = {}
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class GoldenArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of Control "golden": a prompt, each id a row of the embedding."""
+
+    prompt_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of every other Control."""
+
+
 ApiMessage = Generate | Abort | Control
 
 # ---- core -> api ----------------------------------------------------------------------------------------------------
@@ -66,11 +79,12 @@ class Tokens(_Message, tag="tok"):
     index: int
     token_ids: list[int]  # new ones since the last message; a stop token that ended the choice is not among them
     logprobs: list[TokenLogprob] | None = None  # one per token id
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, first entry None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the next prompt tokens; index 0 only, [None, ...]
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache (sent with the first message)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop id that ended it
     error: str | None = None  # with finish_reason "error"
+    refused: bool = False  # with error: the request can never be served, the fault is the client's
     error_where: dict[str, Any] | None = None  # layer, op, position
 
 
@@ -95,6 +109,7 @@ class ControlReply(_Message, tag="ctlr"):
     ok: bool
     result: dict[str, Any] = {}
     error: str | None = None
+    refused: bool = False  # the arguments are wrong
 
 
 class Fatal(_Message, tag="fatal"):

@@ -35,7 +35,10 @@ class SchedulerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefill_chunk < PAGE_TOKENS or self.prefill_chunk % PAGE_TOKENS:
-            raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE_TOKENS}")
+            raise ConfigError(
+                f"prefill_chunk is {self.prefill_chunk}; it must be a multiple of {PAGE_TOKENS}",
+                hint=f"use {PAGE_TOKENS}, {2 * PAGE_TOKENS} or {4 * PAGE_TOKENS}",
+            )
         if self.max_batch_tokens < self.max_batch_seqs + PAGE_TOKENS:
             raise ConfigError(
                 f"max_batch_tokens is {self.max_batch_tokens}; {self.max_batch_seqs} decoding sequences and one page "

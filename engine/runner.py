@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
 
 
+MAX_THREADS = ops.MAX_THREADS
+
+
 class Runner(Protocol):
     """A model on a device: what the step loop sees of a backend."""
 
@@ -79,8 +82,12 @@ class ModelRunner:
         max_batch_tokens: int = 2048,
         max_model_len: int | None = None,
     ) -> None:
-        if num_pages < 1 or num_threads < 1 or max_batch_tokens < 1:
-            raise ConfigError("num_pages, num_threads and max_batch_tokens must be at least 1")
+        if num_pages < 1 or max_batch_tokens < 1:
+            raise ConfigError("num_pages and max_batch_tokens must be at least 1")
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise ConfigError(
+                f"num_threads is {num_threads}; the CPU backend takes 1 to {MAX_THREADS}", hint="lower --threads"
+            )
         if config.head_dim > ops.MAX_HEAD_DIM:
             raise ConfigError(f"head_dim is {config.head_dim}; the CPU backend supports up to {ops.MAX_HEAD_DIM}")
         self.config = config

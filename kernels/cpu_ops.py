@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     I32 = npt.NDArray[np.int32]
 
 MAX_HEAD_DIM = 256
+MAX_THREADS = 256  # POOL_MAX_THREADS of cpu/pool.h
 
 atexit.register(_cpu.shutdown)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from aiohttp import web
 
@@ -11,9 +12,9 @@ from engine.api.body import read_json
 from engine.api.errors import ApiError, bad_request, from_engine
 from engine.api.openai import json_response
 from engine.api.probes import state
-from engine.api.schema import DrainRequest, GoldenRequest
+from engine.api.schema import ChecksumRequest, DrainRequest, GoldenRequest
 from engine.api.service import SERVICE
-from engine.errors import EngineError
+from engine.errors import AdmissionError, EngineError
 from engine.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -47,26 +48,26 @@ async def undrain(request: web.Request) -> web.Response:
 
 
 async def golden(request: web.Request) -> web.Response:
-    """POST /admin/golden {"args": {...}}: engine-core answers the golden prompts and returns its hashes."""
-    return await _control(request, "golden")
+    """POST /admin/golden {"args": {"prompt_ids": [...]}}: SHA-256 of the logits of every position of that prompt."""
+    body = await read_json(request, GoldenRequest)
+    return await _control(request, "golden", prompt_ids=body.args.prompt_ids)
 
 
 async def checksum(request: web.Request) -> web.Response:
     """POST /admin/checksum: engine-core hashes its weight arena again."""
+    await read_json(request, ChecksumRequest)
     return await _control(request, "checksum")
 
 
-async def _control(request: web.Request, op: str) -> web.Response:
+async def _control(request: web.Request, op: str, **args: Any) -> web.Response:
     service = request.app[SERVICE]
-    body = await read_json(request, GoldenRequest)
-    for name in body.args or {}:
-        if not name.isidentifier() or name in ("self", "op", "timeout_seconds"):
-            raise bad_request(f"`args` may not hold `{name[:64]}`", "args")
     try:
         async with asyncio.timeout(service.config.timeouts.control):
-            result = await service.client.control(op, **(body.args or {}))
+            result = await service.client.control(op, **args)
     except TimeoutError as exc:
         raise ApiError(504, f"{op} did not end within {service.config.timeouts.control:g} s", code="timeout") from exc
+    except AdmissionError as exc:
+        raise bad_request(exc.message, "args") from exc
     except EngineError as exc:
         raise from_engine(exc) from exc
     return json_response({"op": op, "result": result})

@@ -35,6 +35,9 @@ async def encode(
         raise from_engine(exc, param) from exc
     if not ids:
         raise bad_request(f"`{param}` is empty: it has no tokens", param, "empty_prompt")
+    if service.tokenizer.vocab_size > service.vocab_size and max(ids) >= service.vocab_size:
+        text = service.tokenizer.token_text(max(ids))[:40]
+        raise bad_request(f"`{param}` needs the token {text!r}, which this model has no row for", param, "invalid_text")
     return ids
 
 

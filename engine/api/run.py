@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.api.choice import Choice, prompt_offsets
-from engine.api.errors import ApiError, from_engine, unavailable
+from engine.api.errors import ApiError, from_engine, too_large, unavailable
 from engine.errors import EngineError
 from engine.log import log_event
 from engine.messages import Generate, Tokens
@@ -42,6 +42,7 @@ class Prompt:
     echo: str | None = None  # the prompt's text, to be sent before the answer
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
+    scores: list[TokenLogprob | None] = field(default_factory=list)  # echo: as they come, chunk by chunk
     waits_for_logprobs: bool = False  # nothing is sent before the prompt's logprobs are here
     open_choices: int = 0
 
@@ -159,7 +160,9 @@ class Run:
             async with handle:
                 async for message in handle:
                     if message.prompt_logprobs is not None and prompt.waits_for_logprobs:
-                        await self._take_prompt_logprobs(prompt, message.prompt_logprobs)
+                        prompt.scores += message.prompt_logprobs
+                        if len(prompt.scores) == len(prompt.ids):
+                            await self._take_prompt_logprobs(prompt)
                     self._take(prompt, handle, message)
                     if prompt.done or self.error is not None:
                         break
@@ -197,14 +200,16 @@ class Run:
         if self._stream or prompt.done:
             self._wake.set()
 
-    async def _take_prompt_logprobs(self, prompt: Prompt, logprobs: list[TokenLogprob | None]) -> None:
+    async def _take_prompt_logprobs(self, prompt: Prompt) -> None:
         service, skip = self.service, self.plan.skip_special_tokens
-        offsets = await service.offload(lambda: prompt_offsets(service, prompt.ids, skip_special_tokens=skip))
-        # The first token has no logprob; NaN marks it for the renderer, which writes null.
-        entries = [
-            (entry if entry is not None else TokenLogprob(prompt.ids[i], float("nan")), offsets[i])
-            for i, entry in enumerate(logprobs)
-        ]
+
+        def place() -> list[tuple[TokenLogprob, int]]:
+            offsets = prompt_offsets(service, prompt.ids, skip_special_tokens=skip)
+            # The first token has no logprob; NaN marks it for the renderer, which writes null.
+            scores = (score or TokenLogprob(prompt.ids[0], float("nan")) for score in prompt.scores)
+            return list(zip(scores, offsets, strict=True))
+
+        entries = await service.offload(place)
         prompt.waits_for_logprobs = False
         for choice in prompt.choices:
             choice.prepend(prompt.echo or "", list(entries))
@@ -216,6 +221,8 @@ class Run:
             self.fail(self._deadline_error())
         elif message.finish_reason == FinishReason.ABORT:
             self.fail(unavailable("the engine ended this request (it is draining or was told to)", "aborted", 1))
+        elif message.refused:
+            self.fail(too_large(message.error or "this request can never be served", None, "context_length_exceeded"))
         else:
             text = message.error or "the engine could not go on with this request"
             log_event(logger, logging.ERROR, "engine_error", text, req_id=self.request_id, where=message.error_where)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.messages import GoldenArgs, NoArgs
+
 _TOOLS = "tool calling is not implemented; put the tools into the prompt yourself"
 _STRUCTURED = 'structured output is not implemented; only response_format {"type": "text"}'
 _TEXT_ONLY = "the model reads and writes text only"
@@ -212,6 +214,12 @@ class DrainRequest(Request, kw_only=True):
 
 
 class GoldenRequest(Request, kw_only=True):
-    """POST /admin/golden and /admin/checksum: arguments are handed to engine-core as they are."""
+    """POST /admin/golden."""
 
-    args: dict[str, Any] | None = None
+    args: GoldenArgs
+
+
+class ChecksumRequest(Request, kw_only=True):
+    """POST /admin/checksum."""
+
+    args: NoArgs | None = None

@@ -407,10 +407,11 @@ def test_failing_destination_ends_the_load(tmp_path):
 @settings(max_examples=2000 if FULL else 60, deadline=None)
 @given(st.sampled_from(list(FAMILIES)), st.integers(1, 60), st.sampled_from(["float32", "bfloat16"]), st.data())
 def test_a_plan_writes_every_byte_of_every_parameter_once(tmp_path_factory, family, chunk, dtype, data):
-    folder = tmp_path_factory.getbasetemp() / f"plan-{family}"
+    shards = data.draw(st.integers(1, 3))
+    folder = tmp_path_factory.getbasetemp() / f"plan-{family}-{shards}"
     config = tiny_config(family)
     if not folder.exists():
-        write_model(folder, config, random_tensors(config), dtype="float16", shards=data.draw(st.integers(1, 3)))
+        write_model(folder, config, random_tensors(config), dtype="float16", shards=shards)
     with pytest.MonkeyPatch.context() as patch, Checkpoint.open(folder) as checkpoint:
         patch.setattr("engine.load_plan.CHUNK_BYTES", chunk * 4)
         plan = plan_load(checkpoint, ModelConfig.from_json(config), dtype)

@@ -171,6 +171,65 @@ async def test_echo_scores_the_prompt_and_generates_nothing(server: Server) -> N
         assert scored["choices"][0]["finish_reason"] == "length"
 
 
+BAD_GOLDEN = [
+    {}, {"args": {}}, {"args": {"prompt_ids": None}}, {"args": {"prompt_ids": "abc"}}, {"args": {"prompt_ids": []}},
+    {"args": {"prompt_ids": [1, -1]}}, {"args": {"prompt_ids": [1, 999_999]}}, {"args": {"prompt_ids": [1.5]}},
+    {"args": {"prompt_ids": ["7"]}}, {"args": {"prompt_ids": [1e30]}}, {"args": {"prompt_ids": [2**70]}},
+    {"args": {"prompt_ids": [1], "x": 1}}, {"args": {"prompt_ids": [1] * 3000}},
+]  # fmt: skip
+
+
+async def test_operators_questions_answer_or_refuse_and_never_kill(model_dir: Path, tmp_path: Path) -> None:
+    """Malformed arguments of /admin are 400 and the engine lives; good ones give the same hash again and again."""
+    socket_path = tmp_path / "admin.sock"
+    async with await Server.start(model_dir, "--kv-tokens", "16384", "--host", "127.0.0.1", "--uds", str(socket_path)):
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_path))) as session:
+
+            async def ask(op: str, body: Any) -> tuple[int, Any]:
+                async with session.post(f"http://engine/admin/{op}", json=body) as response:
+                    return response.status, await response.json()
+
+            for body in BAD_GOLDEN:
+                status, answer = await ask("golden", body)
+                assert status == 400, (body, answer)
+                assert answer["error"]["param"]
+            assert (await ask("checksum", {"args": {"x": 1}}))[0] == 400
+            hashes = {
+                (await ask("golden", {"args": {"prompt_ids": [1, 2, 3] * 100}}))[1]["result"]["sha256"] for _ in "ab"
+            }
+            assert len(hashes) == 1
+            status, answer = await ask("checksum", {})
+            assert status == 200 and answer["result"]["expected"] == answer["result"]["actual"]
+            poisoned, _ = await ask("golden", {"args": {"prompt_ids": [1, POISON, 2]}})
+            assert poisoned == 200  # NaN has bits too: a sick GPU gives another hash, not a dead engine
+
+
+async def test_a_pool_smaller_than_the_context_is_the_context(model_dir: Path) -> None:
+    """One page of KV: short requests are served, longer ones are the client's fault (413), never a 500."""
+    async with await Server.start(model_dir, "--kv-tokens", "1") as server, aiohttp.ClientSession() as session:
+        async with session.post(server.url + "/infer", json={"input": "hi", "logit_bias": {}}) as response:
+            assert response.status in (200, 400)
+        assert (await complete(session, server, max_tokens=100))[0] == 200
+        assert (await complete(session, server, prompt="x" * 120))[0] == 200
+        assert (await complete(session, server, prompt="x" * 128, max_tokens=1))[0] == 413
+        assert (await complete(session, server, prompt="x" * 100, max_tokens=100))[0] == 413
+        async with session.get(server.url + "/v1/models") as response:
+            assert "128" in await response.text()
+
+
+async def test_echoed_logprobs_of_several_choices(server: Server) -> None:
+    """n choices share one scored prompt: each carries the same prompt logprobs, then its own."""
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": [1, 2, 3] * 60, "echo": True, "logprobs": 0, "max_tokens": 3, "temperature": 1.0}
+        status, several = await complete(session, server, **body, n=3)
+        one = (await complete(session, server, **{**body, "max_tokens": 0}))[1]["choices"][0]["logprobs"]
+        assert status == 200
+        for choice in several["choices"]:
+            scores = choice["logprobs"]["token_logprobs"]
+            assert len(scores) > 180 or choice["finish_reason"] == "stop"
+            assert scores[:180] == one["token_logprobs"]
+
+
 def start_and_fail(*arguments: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "engine", *arguments], capture_output=True, text=True, timeout=60, env=dict(os.environ)
@@ -191,6 +250,49 @@ def test_context_that_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> No
     directory = make_tiny_model(tmp_path / MODEL, max_position=1 << 17)
     message = start_and_fail("--model-dir", str(directory), "--port", "0", "--memory-fraction", "0.0001")
     assert "MiB" in message and "--max-model-len" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--prefill-chunk", "100"], ["--prefill-chunk", "512"], ["--max-batch-seqs", "512"], ["--max-model-len", "1"],
+     ["--threads", "2000"], ["--kv-tokens", "200000000000"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_sizes_that_do_not_go_together_are_refused_with_a_hint(model_dir: Path, options: list[str]) -> None:
+    message = start_and_fail("--model-dir", str(model_dir), "--port", "0", *options)
+    assert '"hint":"' in message
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    """A tokenizer whose special tokens have no row in the embedding: every chat request would fail."""
+    directory = make_tiny_model(tmp_path / MODEL, vocab_size=257, eos_token_id=256, bos_token_id=256)
+    (directory / "generation_config.json").unlink()
+    message = start_and_fail("--model-dir", str(directory), "--port", "0")
+    assert "<|im_start|>" in message and "257 rows" in message
+
+
+def test_a_model_of_nothing_but_nan_never_becomes_ready(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / MODEL, poison_token=0)
+    message = start_and_fail("--model-dir", str(directory), "--port", "0")
+    assert "warm-up" in message and "embed" in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after", [0.05, 0.4, 0.9])
+def test_a_signal_at_any_moment_of_the_start_ends_cleanly(
+    model_dir: Path, number: signal.Signals, after: float
+) -> None:
+    """To the whole process group, as a terminal and systemd send it: status 0, no traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "--model-dir", str(model_dir), "--port", "0"],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(after)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    # Before Python has run our first line the kernel's default applies.
+    assert process.returncode == 0 or (after < 0.1 and process.returncode == -number)
 
 
 def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:

@@ -84,13 +84,14 @@ async def test_admin_routes(make_endpoint, keys):
     admin = key("root")
     status, answer = await endpoint.get("/admin/state", headers=admin)
     assert (status, answer["status"]) == (200, "ready")
-    status, answer = await endpoint.post("/admin/golden", {"args": {"prompts": [1]}}, headers=admin)
+    status, answer = await endpoint.post("/admin/golden", {"args": {"prompt_ids": [1]}}, headers=admin)
     assert (status, answer) == (200, {"op": "golden", "result": {"hash": "abc"}})
     assert (await endpoint.post("/admin/checksum", {}, headers=admin))[0] == 200
     for name in ("op", "self", "timeout_seconds", "a b"):
-        status, answer = await endpoint.post("/admin/golden", {"args": {name: 1}}, headers=admin)
-        assert (status, answer["error"]["param"]) == (400, "args")
-    assert endpoint.client.controls == [("golden", {"prompts": [1]}), ("checksum", {})]
+        args = {"prompt_ids": [1], name: 1}
+        status, answer = await endpoint.post("/admin/golden", {"args": args}, headers=admin)
+        assert status == 400 and answer["error"]["param"].startswith("args")
+    assert endpoint.client.controls == [("golden", {"prompt_ids": [1]}), ("checksum", {})]
     assert (await endpoint.post("/admin/drain", {"reason": "maintenance"}, headers=admin))[0] == 200
     status, answer = await endpoint.post("/v1/completions", {"prompt": "x"}, headers=key("one"))
     assert (status, answer["error"]["code"], answer["error"]["message"]) == (503, "draining", "maintenance")
