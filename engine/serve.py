@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,8 @@ async def serve(args: argparse.Namespace) -> int:
         client.start()
         watching.append(asyncio.create_task(_announce(client)))
 
+    gc.collect()
+    gc.freeze()  # what start-up made lives for ever: no collection has to look at it again
     try:
         status = await run_server(
             client, tokenizer, config, host=host, port=args.port, unix_path=args.uds, on_listening=begin

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from engine.api.config import Limits
 from engine.api.errors import ApiError, bad_request, too_large
 from engine.api.schema import UNSUPPORTED, Request
 from engine.api.service import CONTEXT, SERVICE
@@ -20,7 +21,8 @@ T = TypeVar("T", bound=Request)
 _INLINE_BYTES = 16 << 10  # larger bodies are parsed off the event loop
 _DEPTH_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
-_WHERE = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_WHERE = re.compile(r"(?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_QUOTED_CHARS = 200  # of the client's own text in an answer
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -75,11 +77,11 @@ async def read_json(request: web.Request, kind: type[T]) -> T:
         )
     raw = await read_body(request)
     if len(raw) <= _INLINE_BYTES:
-        return parse(raw, kind, service.config.limits.max_json_depth)
-    return await service.offload(parse, raw, kind, service.config.limits.max_json_depth)
+        return parse(raw, kind, service.config.limits)
+    return await service.offload(parse, raw, kind, service.config.limits)
 
 
-def parse(raw: bytes, kind: type[T], max_depth: int) -> T:
+def parse(raw: bytes, kind: type[T], limits: Limits) -> T:
     """Strict JSON: no coercion (`true` is not 1, `1.0` and "1" are no integers), unknown fields refused by name."""
     if not raw.isascii():
         try:
@@ -92,7 +94,7 @@ def parse(raw: bytes, kind: type[T], max_depth: int) -> T:
             ) from exc
     if not raw.strip(b" \t\r\n"):
         raise bad_request("the body is empty; a JSON object is needed", code="invalid_json")
-    check_depth(raw, max_depth)
+    check_nesting(raw, limits.max_json_depth, limits.max_json_containers)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as exc:
@@ -101,15 +103,19 @@ def parse(raw: bytes, kind: type[T], max_depth: int) -> T:
         raise _invalid_json(raw, str(exc)) from exc
 
 
-def check_depth(raw: bytes, max_depth: int) -> None:
-    """Refuse deep nesting before anything recursive sees it; brackets inside strings do not count."""
+def check_nesting(raw: bytes, max_depth: int, max_containers: int) -> None:
+    """Refuse deep nesting before anything recursive sees it, and masses of lists and objects before a decoder builds
+    them while it holds the interpreter; brackets inside strings do not count."""
     if raw.count(b"[") + raw.count(b"{") <= max_depth:
         return
-    depth = 0
+    depth = containers = 0
     for token in _DEPTH_TOKEN.finditer(raw):
         first = raw[token.start()]
         if first in b"[{":
             depth += 1
+            containers += 1
+            if containers > max_containers:
+                raise bad_request(f"the JSON has more than {max_containers} lists and objects", code="too_complex")
             if depth > max_depth:
                 raise bad_request(
                     f"the JSON is nested deeper than {max_depth} levels (byte {token.start()})", code="too_deep"
@@ -158,9 +164,15 @@ def _lone_surrogate(raw: bytes) -> int | None:
     return high.start() if high is not None else None
 
 
+def _short(text: str) -> str:
+    """A msgspec message quotes what the client sent: enough of it to recognise, never megabytes. Ends are kept."""
+    return text if len(text) <= _QUOTED_CHARS else f"{text[: _QUOTED_CHARS // 2]} ... {text[-_QUOTED_CHARS // 2 :]}"
+
+
 def _invalid_field(message: str, kind: type[Request]) -> ApiError:
-    found = _WHERE.fullmatch(message)
-    what, path = (found["what"], found["path"] or "") if found else (message, "")
+    what, separator, tail = message.rpartition(" - at ")
+    found = _WHERE.fullmatch(tail) if separator else None
+    what, path = (_short(what), _short(found["path"])) if found else (_short(message), "")
     unknown = _UNKNOWN.fullmatch(what)
     if unknown:
         name = unknown[1][:64]

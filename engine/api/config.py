@@ -18,10 +18,13 @@ class Limits:
     max_body_bytes: int = 4 << 20  # counted on the bytes read, whatever Content-Length says
     max_buffered_bytes: int = 64 << 20  # bodies of all requests that are still being parsed or tokenized; then 429
     max_json_depth: int = 32
+    max_json_containers: int = 50_000  # lists and objects of one body
     max_prompts: int = 64
     max_n: int = 16
     max_choices: int = 128  # prompts x n of one request
     max_messages: int = 4096
+    max_template_kwargs: int = 64
+    max_template_kwargs_bytes: int = 16 << 10  # as JSON
     max_stops: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from engine.api.errors import bad_request, from_engine
 from engine.api.sampling import token_id
 from engine.errors import TemplateError, TextError
@@ -107,6 +109,15 @@ async def render_chat(
     param: str = "messages",
 ) -> str:
     """The chat template's text; 400 when the template rejects the messages."""
+    limits = service.config.limits
+    if kwargs and (
+        len(kwargs) > limits.max_template_kwargs or len(msgspec.json.encode(kwargs)) > limits.max_template_kwargs_bytes
+    ):
+        raise bad_request(
+            f"`chat_template_kwargs` may hold {limits.max_template_kwargs} keys and "
+            f"{limits.max_template_kwargs_bytes} bytes",
+            "chat_template_kwargs",
+        )
     for name in kwargs or {}:
         if name in _RESERVED or not name.isidentifier():
             raise bad_request(f"`chat_template_kwargs` may not set `{name[:64]}`", "chat_template_kwargs")

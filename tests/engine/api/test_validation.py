@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from engine.api import schema
-from engine.api.body import check_depth, parse
+from engine.api.body import check_nesting, parse
+from engine.api.config import Limits
 from engine.api.errors import ApiError
 
 from .fakes import VOCAB, Script
@@ -320,18 +321,18 @@ async def test_unknown_routes_and_methods_have_the_error_shape(endpoint, method,
 
 
 def test_depth_counts_brackets_outside_strings_only():
-    check_depth(b"[" * 32 + b"]" * 32, 32)
+    check_nesting(b"[" * 32 + b"]" * 32, 32, 1000)
     with pytest.raises(ApiError, match="deeper than 32"):
-        check_depth(b"[" * 33, 32)
-    check_depth(json.dumps(["[" * 1000, '\\"[{' * 100, *[[] for _ in range(100)]]).encode(), 32)
+        check_nesting(b"[" * 33, 32, 1000)
+    check_nesting(json.dumps(["[" * 1000, '\\"[{' * 100, *[[] for _ in range(100)]]).encode(), 32, 1000)
     with pytest.raises(ApiError, match="deeper than 2"):
-        check_depth(b'["]", ["a\\"", {"x": 1}]]', 2)
+        check_nesting(b'["]", ["a\\"", {"x": 1}]]', 2, 1000)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_deep_nesting_never_reaches_the_parser(opening):
     with pytest.raises(ApiError) as caught:
-        parse(b'{"prompt": ' + opening * 1_000_000, schema.CompletionRequest, 32)
+        parse(b'{"prompt": ' + opening * 1_000_000, schema.CompletionRequest, Limits())
     assert (caught.value.status, caught.value.code) == (400, "too_deep")
 
 
@@ -361,3 +362,40 @@ async def test_stop_token_id_is_reported(make_endpoint):
     _, answer = await endpoint.post(COMPLETIONS, completion(stop_token_ids=[ord("d")]))
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "stop", ord("d"))
+
+
+def test_masses_of_containers_are_refused_before_they_are_built():
+    """1.39 million empty lists in 4 MB held the interpreter for a second (and every stream with it)."""
+    for body in (b'{"prompt":[' + b"[]," * 1_000_000 + b"[]]}", b'{"messages":[' + b"{}," * 60_000 + b"{}]}"):
+        with pytest.raises(ApiError) as caught:
+            parse(body, schema.CompletionRequest, Limits())
+        assert (caught.value.status, caught.value.code) == (400, "too_complex")
+    ok = parse(json.dumps({"prompt": "[{" * 100_000}).encode(), schema.CompletionRequest, Limits())
+    assert ok.prompt == "[{" * 100_000  # brackets of a text are text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"x" * 3_000_000: 1},
+        {"messages": [{"role": "x" * 3_000_000, "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "y" * 3_000_000}]}]},
+        {"messages": [{"role": "user", "content": "a", "z" * 3_000_000: 1}]},
+        {"a - at `$.b" * 100_000: 1},
+        {"chat_template_kwargs": {"k" * 3_000_000: 1}, "messages": [{"role": "user", "content": "a"}]},
+        {"logit_bias": {"9" * 3_000_000: 1}, "messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a"}], "model": "m" * 3_000_000},
+        {"messages": [{"role": "user", "content": "a"}], "stop": ["s" * 3_000_000]},
+    ],
+)
+async def test_an_error_never_echoes_megabytes(endpoint, body):
+    status, answer = await endpoint.post("/v1/chat/completions", body)
+    assert status in (400, 404, 413)
+    assert len(json.dumps(answer)) < 2000
+
+
+async def test_template_arguments_are_bounded(endpoint):
+    for kwargs in ({f"k{i}": 1 for i in range(65)}, {"a": "x" * 20_000}, {"a": [1] * 9000}):
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs}
+        status, answer = await endpoint.post("/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
