@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from appliance.log import ApplianceError
+from appliance.log import ApplianceError, UsageError, emit_json
 from appliance.serve import engine_command
 
 QUESTIONS = ("What is the capital of France?", "Name three colours of the rainbow.")
@@ -26,30 +26,52 @@ START_TIMEOUT_SECONDS = 180.0
 
 
 def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="one JSON document at the end")
     parser.add_argument("--model", default="smollm2", help="a model of the store (pulled if it is not there yet)")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, default=64, help="at most this many tokens an answer")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tokens < 1:
+        raise UsageError("--tokens must be at least 1")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive us: let `finally` run
+        signal.signal(number, lambda received, _frame: sys.exit(128 + received))
+    say = Printer(quiet=args.json)
     port = _free_port()
     command = engine_command(args.model, backend=args.backend, host="127.0.0.1", port=port)
-    print(f"starting the server: model {args.model}, backend {args.backend}, http://127.0.0.1:{port}", flush=True)
+    say(f"starting the server: model {args.model}, backend {args.backend}, http://127.0.0.1:{port}\n")
     started = time.monotonic()
+    result: dict[str, Any] = {"schema": 1, "backend": args.backend, "answers": []}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stderr=log, stdout=log)
         try:
             _wait_ready(server, port, log)
-            print(f"ready after {time.monotonic() - started:.1f} s\n", flush=True)
+            result["ready_seconds"] = round(time.monotonic() - started, 2)
+            say(f"ready after {result['ready_seconds']:.1f} s\n\n")
+            result["model"] = _get(port, "/v1/models")["data"][0]["id"]
             for question in QUESTIONS:
-                _chat(port, args.model, question, args.tokens)
-            _infer(port, "Complete: the opposite of hot is")
+                result["answers"].append(_chat(port, result["model"], question, args.tokens, say))
+            result["infer"] = _infer(port, "Complete: the opposite of hot is", say)
         finally:
             code = _stop(server)
     if code != 0:
         raise ApplianceError(f"the server ended with status {code}")
-    print("server stopped cleanly")
+    say("server stopped cleanly\n")
+    if args.json:
+        emit_json(result)
     return 0
+
+
+class Printer:
+    """Text as it comes; silent when the result is to be one JSON document."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __call__(self, text: str) -> None:
+        if not self._quiet:
+            print(text, end="", flush=True)
 
 
 def _free_port() -> int:
@@ -72,8 +94,15 @@ def _wait_ready(server: subprocess.Popen[bytes], port: int, log: IO[str]) -> Non
             pass
         time.sleep(0.1)
     log.seek(0)
-    sys.stderr.write(log.read()[-4000:])
+    lines = [line for line in log if "/readyz" not in line]
+    sys.stderr.write("".join(lines[-20:]))
     raise ApplianceError("the server did not become ready", hint="its log is above")
+
+
+def _get(port: int, path: str) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path)
+    return json.load(connection.getresponse())
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
@@ -91,9 +120,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def _chat(port: int, model: str, question: str, max_tokens: int) -> None:
+def _chat(port: int, model: str, question: str, max_tokens: int, say: Printer) -> dict[str, Any]:
     """Streamed, so that the reader sees the words come; speed from the usage block and the clock."""
-    print(f"> {question}\n  ", end="", flush=True)
+    say(f"> {question}\n  ")
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -104,6 +133,7 @@ def _chat(port: int, model: str, question: str, max_tokens: int) -> None:
     }
     sent = time.monotonic()
     first = last = sent
+    answer = ""
     usage: dict[str, int] = {}
     for event in _events(_post(port, "/v1/chat/completions", body)):
         if "error" in event:
@@ -113,20 +143,26 @@ def _chat(port: int, model: str, question: str, max_tokens: int) -> None:
             if text:
                 last = time.monotonic()
                 first = last if first == sent else first
-                print(text.replace("\n", "\n  "), end="", flush=True)
+                answer += text
+                say(text.replace("\n", "\n  "))
         usage = event.get("usage") or usage
     tokens = usage["completion_tokens"]
     speed = (tokens - 1) / (last - first) if tokens > 1 and last > first else 0.0
-    print(
-        f"\n  [{usage['prompt_tokens']} tokens in, {tokens} out, first token after {(first - sent) * 1000:.0f} ms, "
-        f"{speed:.1f} tokens/s]\n",
-        flush=True,
+    ttft_ms = (first - sent) * 1000
+    say(
+        f"\n  [{usage['prompt_tokens']} tokens in, {tokens} out, first token after {ttft_ms:.0f} ms, "
+        f"{speed:.1f} tokens/s]\n\n"
     )
+    return {
+        "question": question, "answer": answer, "prompt_tokens": usage["prompt_tokens"], "completion_tokens": tokens,
+        "ttft_ms": round(ttft_ms, 1), "tokens_per_second": round(speed, 2),
+    }  # fmt: skip
 
 
-def _infer(port: int, text: str) -> None:
+def _infer(port: int, text: str, say: Printer) -> Any:
     answer = json.load(_post(port, "/infer", {"input": text}))
-    print(f"> POST /infer {json.dumps({'input': text})}\n  {json.dumps(answer)}\n", flush=True)
+    say(f"> POST /infer {json.dumps({'input': text})}\n  {json.dumps(answer)}\n\n")
+    return answer
 
 
 def _stop(server: subprocess.Popen[bytes]) -> int:

@@ -63,8 +63,8 @@ class CoreProcess:
                 self._flush()
         except EngineError as error:
             log_event(log, logging.ERROR, "core_fatal", error.message, hint=error.hint)
-            self._last_words(Fatal(error=error.message, hint=error.hint))
-            return 1
+            self._last_words(Fatal(error=error.message, hint=error.hint, exit_code=error.exit_code))
+            return error.exit_code
         except Exception as error:  # the last line of defence: say what it was, then die, never limp on
             log_event(log, logging.ERROR, "core_fatal", "engine-core failed", exc_info=True)
             self._last_words(Fatal(error=f"{type(error).__name__}: {error}"))

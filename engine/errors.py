@@ -6,6 +6,8 @@ from __future__ import annotations
 class EngineError(Exception):
     """Base class; `hint` is the next step for the operator, shown on its own line by the CLIs."""
 
+    exit_code = 1  # of a process that ends with it (the design's table): 1 failed, 4 refused, 5 busy
+
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -15,13 +17,25 @@ class EngineError(Exception):
 class ConfigError(EngineError):
     """A model's config.json (or ours) asks for something unsupported or inconsistent; names the key."""
 
+    exit_code = 4
+
+
+class BusyError(EngineError):
+    """Somebody else holds what we need (a port, a socket)."""
+
+    exit_code = 5
+
 
 class CheckpointError(EngineError):
     """A checkpoint is damaged, hostile or does not fit the model; names file and tensor."""
 
+    exit_code = 4
+
 
 class TokenizerError(EngineError):
     """tokenizer.json is damaged or uses a feature that is refused by name."""
+
+    exit_code = 4
 
 
 class TextError(EngineError):

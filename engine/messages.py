@@ -115,6 +115,7 @@ class ControlReply(_Message, tag="ctlr"):
 class Fatal(_Message, tag="fatal"):
     error: str
     hint: str | None = None
+    exit_code: int = 1
 
 
 CoreMessage = Loading | Ready | Tokens | Stats | ControlReply | Fatal

@@ -1,14 +1,15 @@
 """`python -m engine`: engine-api in this process, engine-core as its child, one model, until SIGTERM or a death.
 
 Phases in call order: options -> checks that need no model -> tokenizer -> start engine-core -> serve (503 on /readyz
-until the model is loaded) -> drain -> stop engine-core -> exit status (0 stopped as asked, 1 the engine died or could
-not start, 2 usage).
+until the model is loaded) -> drain -> stop engine-core -> exit status (0 stopped as asked, 1 the engine died, 2 usage,
+4 refused: configuration, model or sizes, 5 the port is taken; after 4 a restart does not help).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import logging
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from engine.api.server import run_server
 from engine.client import EngineClient
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, scheduler_config
-from engine.errors import ConfigError, EngineError, TemplateError
+from engine.errors import BusyError, ConfigError, EngineError, TemplateError
 from engine.log import log_event, setup_logging
 from engine.tokenizer import Tokenizer
 
@@ -153,15 +154,17 @@ async def serve(args: argparse.Namespace) -> int:
             client, tokenizer, config, host=host, port=args.port, unix_path=args.uds, on_listening=begin
         )
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{args.port}: {error.strerror}", hint="choose another --port"
-        ) from None
+        message = f"cannot listen on {host}:{args.port}: {error.strerror}"
+        kind = BusyError if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(message, hint="choose another --port") from None
     finally:
         for task in watching:
             task.cancel()
         await client.stop()
     if status and client.fatal is not None:
-        raise EngineError(client.fatal.error, hint=client.fatal.hint)
+        died = EngineError(client.fatal.error, hint=client.fatal.hint)
+        died.exit_code = client.fatal.exit_code
+        raise died
     return status
 
 
@@ -201,4 +204,4 @@ def main(argv: list[str] | None = None) -> int:
         return uvloop.run(serve(args))
     except EngineError as error:
         log_event(log, logging.CRITICAL, "cannot_serve", error.message, hint=error.hint)
-        return 1
+        return error.exit_code

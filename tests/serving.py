@@ -3,48 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import json
 import re
 import signal
-import socket
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import aiohttp
 import psutil
 
 MODEL = "tiny"
+START_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """A killed test run leaves no server behind (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Server:
     """The endpoint on a free loopback port, with its two processes' memory and metrics in reach."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process, self.port = process, port
-        self.url = f"http://127.0.0.1:{port}"
+    url: str
+    port: int
+
+    def __init__(self, process: asyncio.subprocess.Process, log: IO[str]) -> None:
+        self.process, self._log = process, log
 
     @classmethod
     async def start(cls, model_dir: Path, *options: str) -> Server:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready."""
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the Server
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine", "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", "cpu",
-            "--port", str(port), *options,
+            "--port", "0", *options, stderr=log, preexec_fn=_die_with_parent,
         )  # fmt: skip
-        server = cls(process, port)
-        async with aiohttp.ClientSession() as session:
-            for _ in range(600):
-                try:
-                    async with session.get(server.url + "/readyz") as response:
-                        if response.status == 200:
-                            return server
-                except aiohttp.ClientError:
-                    pass
-                if process.returncode is not None:
-                    break
-                await asyncio.sleep(0.1)
-        raise RuntimeError("the server did not become ready")
+        server = cls(process, log)
+        try:
+            await asyncio.wait_for(server._wait_ready(), START_SECONDS)
+        except BaseException as error:
+            tail = server.log_lines()[-20:]
+            await server.kill()
+            raise RuntimeError("the server did not become ready:\n" + "\n".join(tail)) from error
+        return server
+
+    async def _wait_ready(self) -> None:
+        while self.process.returncode is None:
+            for line in self.log_lines():
+                event = json.loads(line)
+                if event["event"] == "listening" and "url" not in self.__dict__:
+                    port = re.search(r"'127\.0\.0\.1', (\d+)", event["msg"])
+                    assert port, event
+                    self.port = int(port[1])
+                    self.url = f"http://127.0.0.1:{self.port}"
+                if event["event"] == "ready":
+                    return
+            await asyncio.sleep(0.05)
+        raise RuntimeError(f"it ended with status {self.process.returncode}")
+
+    def log_lines(self) -> list[str]:
+        """What it logged so far, one JSON object a line."""
+        self._log.seek(0)
+        return [line for line in self._log.read().splitlines() if line.startswith("{") and line.endswith("}")]
 
     def memory_mib(self) -> tuple[float, float]:
         api = psutil.Process(self.process.pid)
@@ -59,9 +84,21 @@ class Server:
         return float(match.group(1))
 
     async def stop(self) -> int:
+        """SIGTERM, then SIGKILL after a minute; the exit status."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 60)
+        try:
+            return await asyncio.wait_for(self.process.wait(), 60)
+        except TimeoutError:
+            await self.kill()
+            raise
+        finally:
+            self._log.close()
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
 
     async def __aenter__(self) -> Server:
         return self

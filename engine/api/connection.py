@@ -46,6 +46,7 @@ class Connection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._counted = False
+        self._begun = False  # bytes of the next request's head came while this one was at work
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         writable = cast(asyncio.Transport, transport)
@@ -75,14 +76,18 @@ class Connection(RequestHandler):
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        known = len(self._messages)
+        body_ended = self._current_request is not None and self._current_request.content.is_eof()
         super().data_received(data)
-        waiting = self._waiter is not None and not self._waiter.done() and not self._messages
-        if waiting:
-            if self._header_timer is None:
-                self._arm_header_timer()  # the first bytes of a request
-        elif self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        complete = len(self._messages) > known
+        if complete or self._request_in_progress:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+            # The beginning of a further request, behind the one at work (or, without a body, in the same segment).
+            self._begun = bool(data.rpartition(b"\r\n\r\n")[2]) if complete else body_ended
+        elif self._header_timer is None:
+            self._arm_header_timer()  # the first bytes of a request
         self._refuse_greedy_pipelining()
 
     def _refuse_greedy_pipelining(self) -> None:
@@ -169,7 +174,11 @@ class Connection(RequestHandler):
         if isinstance(resp, web.HTTPException):  # refused before the middleware ran
             resp = ApiError(resp.status, resp.text or resp.reason, code="http_error").response()
             resp.force_close()
-        return await super().finish_response(request, resp, start_time)
+        done = await super().finish_response(request, resp, start_time)
+        if self._begun and not self._messages and self._header_timer is None and self.transport is not None:
+            self._arm_header_timer()
+        self._begun = False
+        return done
 
 
 def _context(request: web.BaseRequest | None) -> Context | None:

@@ -176,8 +176,8 @@ def _account(service: Service, request: web.Request, status: int) -> None:
     run = context.run
     if run is not None:
         service.metrics.latency.labels(path).observe(seconds)
-    if route is not None and route.probe and status < 500:
-        return
+    if route is not None and route.probe and (status < 500 or context.error_code == "loading"):
+        return  # a poller that waits for us is no news
     log_event(
         logger,
         logging.INFO if status < 500 else logging.WARNING,

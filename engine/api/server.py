@@ -25,7 +25,7 @@ from engine.api.config import ApiConfig, check_bind, is_loopback, tls_context
 from engine.api.connection import Connection
 from engine.api.errors import unavailable
 from engine.api.service import SERVICE, EngineClient, Service, Tokenizer
-from engine.errors import ConfigError
+from engine.errors import BusyError, ConfigError
 from engine.log import log_event
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _unix_socket(path: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1)
             if probe.connect_ex(os.fspath(path)) == 0:
-                raise ConfigError(f"another process serves {path}", hint="stop it first")
+                raise BusyError(f"another process serves {path}", hint="stop it first")
         path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     old = os.umask(0o777 & ~_SOCKET_MODE)

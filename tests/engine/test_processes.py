@@ -230,11 +230,11 @@ async def test_echoed_logprobs_of_several_choices(server: Server) -> None:
             assert scores[:180] == one["token_logprobs"]
 
 
-def start_and_fail(*arguments: str) -> str:
+def start_and_fail(*arguments: str, status: int = 4) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "engine", *arguments], capture_output=True, text=True, timeout=60, env=dict(os.environ)
     )
-    assert result.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT)
+    assert result.returncode == status, result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
 
@@ -290,9 +290,10 @@ def test_a_signal_at_any_moment_of_the_start_ends_cleanly(
     time.sleep(after)
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=30)
-    assert "Traceback" not in errors
-    # Before Python has run our first line the kernel's default applies.
-    assert process.returncode == 0 or (after < 0.1 and process.returncode == -number)
+    if after < 0.1:  # the interpreter itself is still starting: what it says then is Python's, not ours
+        assert process.returncode in (0, 1, 130, -number)
+    else:
+        assert process.returncode == 0 and "Traceback" not in errors, errors
 
 
 def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:
@@ -303,5 +304,5 @@ def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert port in start_and_fail("--model-dir", str(directory), "--port", port)
+        assert port in start_and_fail("--model-dir", str(directory), "--port", port, status=5)
     assert "key" in start_and_fail("--model-dir", str(directory), "--port", "0", "--host", "0.0.0.0").lower()

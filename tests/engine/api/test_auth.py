@@ -18,7 +18,7 @@ from engine.api.auth import KeyStore, bearer
 from engine.api.config import check_bind, is_loopback, tls_context
 from engine.api.routes import ROUTES, Access
 from engine.api.server import listening, run_server
-from engine.errors import ConfigError
+from engine.errors import BusyError, ConfigError
 
 from .conftest import FACTORIES, make_config
 from .fakes import ByteTokenizer, FakeClient
@@ -121,7 +121,7 @@ async def test_the_unix_socket_is_trusted(tmp_path, keys):
                 assert response.status == 200
             async with http.get("http://x/metrics") as response:
                 assert response.status == 200
-        with pytest.raises(ConfigError, match="another process serves"):
+        with pytest.raises(BusyError, match="another process serves"):
             async with listening(build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES), unix_path=path):
                 pass
         assert path.exists()

@@ -108,6 +108,36 @@ async def test_second_request_of_a_connection_has_a_header_timeout_too(make_endp
         assert status_of(await reader.read()) == 408
 
 
+@pytest.mark.parametrize("early", [True, False])
+async def test_half_a_head_in_the_first_segment_or_behind_a_request_is_late_too(make_endpoint, early):
+    """Many sockets that say b"POST /v1" at once and then nothing held all connections for the keep-alive time (75 s):
+    the bytes were there before the handler's task had started."""
+    endpoint = await make_endpoint(timeouts={"header": 0.2})
+    start = b"POST /v1" if early else b"GET /livez HTTP/1.1\r\n" + HOST + b"\r\nGET /livez HTTP/1.1\r\nX:"
+    sockets = [socket.create_connection(endpoint.address) for _ in range(20)]
+    try:
+        for sock in sockets:
+            sock.sendall(start)
+            sock.setblocking(False)
+        await until(lambda: endpoint.service.connections == 0)
+        for sock in sockets:
+            assert b" 408 " in sock.recv(65536)
+    finally:
+        for sock in sockets:
+            sock.close()
+    await alive(endpoint)
+
+
+async def test_a_head_begun_during_a_request_is_late_after_it(make_endpoint):
+    endpoint = await make_endpoint(timeouts={"header": 0.3})
+    async with connected(endpoint) as (reader, writer):
+        writer.write(post())
+        await asyncio.sleep(0.02)
+        writer.write(b"GET /livez HTTP/1.1\r\nX:")
+        async with asyncio.timeout(5):
+            assert b" 408 " in await reader.read()
+
+
 async def test_idle_connections_are_closed(make_endpoint):
     endpoint = await make_endpoint(timeouts={"keepalive": 0.2})
     async with connected(endpoint) as (reader, writer):
