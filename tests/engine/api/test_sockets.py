@@ -119,6 +119,7 @@ async def test_half_a_head_in_the_first_segment_or_behind_a_request_is_late_too(
         for sock in sockets:
             sock.sendall(start)
             sock.setblocking(False)
+        await until(lambda: endpoint.service.connections == len(sockets))
         await until(lambda: endpoint.service.connections == 0)
         for sock in sockets:
             assert b" 408 " in sock.recv(65536)
