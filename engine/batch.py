@@ -9,7 +9,7 @@ import numpy as np
 from engine.types import PAGE_TOKENS, StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from engine.kv_cache import KVCache
     from engine.plan import ScheduledSeq, StepPlan
@@ -48,7 +48,7 @@ def build_batch(plan: StepPlan, num_logits: Callable[[ScheduledSeq], int]) -> tu
     return batch, first_row
 
 
-def replay(kv_cache: KVCache, token_ids: list[int], chunk_tokens: int) -> Iterator[tuple[int, StepBatch]]:
+def replay(kv_cache: KVCache, token_ids: list[int], chunk_tokens: int) -> Generator[tuple[int, StepBatch], None, None]:
     """(start, batch) of each chunk of a sequence that is computed from scratch beside the requests in flight, on
     borrowed pages that are given back at the end; logits at every position. OutOfPages if there are too few."""
     pages = kv_cache.allocate(-(-len(token_ids) // PAGE_TOKENS))

@@ -275,6 +275,8 @@ class EngineClient:
             raise EngineError(f"{op}: no answer from engine-core in {timeout_seconds:.0f} s") from None
         finally:
             self._controls.pop(control_id, None)
+            if not future.done() or future.cancelled():  # nobody waits any more
+                self._send(Control(control_id=control_id, op="cancel"))
         if not reply.ok:
             raise (AdmissionError if reply.refused else EngineError)(f"{op}: {reply.error}")
         return reply.result

@@ -15,15 +15,14 @@ import select
 import signal
 import sys
 import time
-from typing import Any
 
 import msgspec
 
 from engine.core_config import CoreConfig
 from engine.engine import Engine
-from engine.errors import AdmissionError, EngineError
+from engine.errors import EngineError
 from engine.log import log_event, setup_logging
-from engine.messages import Abort, ApiMessage, Control, ControlReply, CoreMessage, Fatal, Generate, Loading
+from engine.messages import Abort, ApiMessage, Control, CoreMessage, Fatal, Generate, Loading
 from engine.ring import Ring
 
 log = logging.getLogger("appliance.core")
@@ -106,16 +105,10 @@ class CoreProcess:
                     engine.abort(message.request_id, message.index)
                 case Control(op="stop"):
                     self._stopping = True
+                case Control(op="cancel"):
+                    engine.cancel_control(message.control_id)
                 case Control():
-                    self._send([self._control(engine, message)])
-
-    def _control(self, engine: Engine, message: Control) -> ControlReply:
-        try:
-            result: dict[str, Any] = engine.control(message.op, message.args)
-        except EngineError as error:
-            refused = isinstance(error, AdmissionError)
-            return ControlReply(control_id=message.control_id, ok=False, error=error.message, refused=refused)
-        return ControlReply(control_id=message.control_id, ok=True, result=result)
+                    self._send(engine.control(message.control_id, message.op, message.args))
 
     def _send(self, messages: list[CoreMessage]) -> None:
         if messages:

@@ -18,12 +18,13 @@ from engine.batch import build_batch
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, plan_kv_pages, scheduler_config, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
-from engine.host_memory import available_bytes
+from engine.host_memory import available_bytes, resident_bytes
+from engine.jobs import Jobs
 from engine.kv_cache import KVCache
-from engine.loader import arena_checksum, load_weights
+from engine.loader import load_weights
 from engine.log import log_event
-from engine.messages import CoreMessage, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
-from engine.probe import Probe
+from engine.messages import ControlReply, CoreMessage, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
+from engine.probe import Probe, checksum
 from engine.runner import MAX_THREADS, ModelRunner, kv_bytes_per_page
 from engine.sampler import SampleState, sample, token_logprobs
 from engine.scheduler import Scheduler, StepPlan
@@ -37,7 +38,8 @@ T = TypeVar("T")
 IDLE_STATS_SECONDS = 0.5
 MAX_FAILED_STEPS = 3
 LOCATE_SECONDS = 1.0
-"""Least time between two searches for the layer where NaN began."""
+"""Least time between two searches for the layer where NaN began, and the longest sequence that is searched."""
+LOCATE_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -51,6 +53,11 @@ class Choice:
     num_scored: int = 0
     reported: bool = False  # the first message (with cached_tokens) was sent
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def log_id(self) -> str:
+        """The id the client knows, under which all layers log."""
+        return self.message.client_id or self.message.request_id
 
 
 class Engine:
@@ -95,6 +102,8 @@ class Engine:
         self._next_seq_id = 1
         self._steps = 0
         self._last_step_seconds = 0.0
+        self._longest_step_seconds = 0.0
+        self._jobs = Jobs()
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
         self._failed_steps = 0
@@ -127,15 +136,19 @@ class Engine:
     def warm_up(self) -> None:
         """Compute something before anybody is told that we are ready. ConfigError when the model answers NaN."""
         prompt_ids = [0] * min(self.max_model_len, self.config.prefill_chunk + 1)
+        started = time.monotonic()
         if (where := self._probe.find_nonfinite(prompt_ids)) is not None:
             raise ConfigError(f"the model computes NaN or Inf at warm-up: {where}", hint="check its files and dtype")
+        per_token = (time.monotonic() - started) / len(prompt_ids)
+        self._longest_step_seconds = per_token * self.config.max_batch_tokens
 
     def close(self) -> None:
+        self._jobs.close()
         self.runner.close()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._jobs)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -209,7 +222,9 @@ class Engine:
             out += self._run(plan)
             self._steps += 1
             self._last_step_seconds = time.monotonic() - now
-        elif not self.scheduler.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
+            self._longest_step_seconds = max(self._longest_step_seconds, self._last_step_seconds)
+        out += self._jobs.advance()
+        if plan is None and not self.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
             self.scheduler.check_integrity()  # cheap when idle, and the moment a leak is provable
         if plan is not None or now - self._stats_at >= IDLE_STATS_SECONDS:
             self._stats_at = now
@@ -221,11 +236,14 @@ class Engine:
         try:
             logits = self.runner.forward(batch)
         except (EngineError, ValueError, IndexError) as error:  # refused before it wrote anything: a bug of ours
-            log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, exc_info=True)
+            ids = sorted({self._choice(item.seq).log_id for item in plan.items})
+            log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, req_ids=ids, exc_info=True)
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:  # not these requests' fault: be replaced, not half alive
                 raise EngineError(f"{self._failed_steps} steps in a row failed: {error}") from error
-            return [self._report(self._choice(seq), error=str(error)) for seq in self.scheduler.fail(plan)]
+            where = {"op": "step", "step": self._steps}
+            failed = self.scheduler.fail(plan)
+            return [self._report(self._choice(seq), error=str(error), error_where=where) for seq in failed]
         self._failed_steps = 0
         broken = self._echo(plan, logits, first_row)
         sampling = [item for item in plan.items if item.samples and not item.seq.finished]
@@ -288,10 +306,10 @@ class Engine:
         return broken
 
     def _locate(self, choice: Choice) -> dict[str, Any]:
-        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second: a GPU
-        that has gone bad must not spend its time on diagnosis."""
+        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second, and
+        not for long sequences: a GPU that has gone bad must not make the others wait for a diagnosis."""
         where: dict[str, Any] = {"op": "logits", "position": len(choice.sequence.token_ids) - 1}
-        if time.monotonic() - self._located_at < LOCATE_SECONDS:
+        if time.monotonic() - self._located_at < LOCATE_SECONDS or len(choice.sequence.token_ids) > LOCATE_TOKENS:
             return where
         try:
             return self._probe.find_nonfinite(choice.sequence.token_ids) or where
@@ -308,7 +326,8 @@ class Engine:
 
     def _failed(self, choice: Choice, text: str, where: dict[str, Any]) -> Tokens:
         where = {**where, "step": self._steps}
-        log_event(log, logging.ERROR, "request_failed", text, req_id=choice.message.request_id, **where)
+        index = choice.sequence.index
+        log_event(log, logging.ERROR, "request_failed", text, req_id=choice.log_id, choice=index, **where)
         return self._report(choice, error=text, error_where=where)
 
     def _result(self, choice: Choice, result: SampleResult) -> Tokens:
@@ -359,25 +378,33 @@ class Engine:
             prefix_query_tokens=s.prefix_query_tokens,
             preemptions=s.preemptions,
             step_seconds=self._last_step_seconds,
+            longest_step_seconds=self._longest_step_seconds,
+            rss_bytes=resident_bytes(),
         )
 
-    def control(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
-        """AdmissionError when the arguments are wrong."""
-        match op:
-            case "checksum":
-                _arguments(op, args, NoArgs)
-                if self.weights.arena is None:
-                    raise EngineError("these weights have no arena to read back")
-                actual = arena_checksum(self.weights.arena, num_threads=self.runner.num_threads)
-                return {"expected": self.weights.checksum, "actual": actual, "ok": actual == self.weights.checksum}
-            case "golden":
-                prompt_ids = _arguments(op, args, GoldenArgs).prompt_ids
-                self._check_prompt(prompt_ids, 1)
-                return {"sha256": self._probe.golden(prompt_ids), "positions": len(prompt_ids)}
-            case "drop_prefix_cache":
-                _arguments(op, args, NoArgs)
-                return {"pages": self.kv_cache.drop_prefix_cache()}
-        raise EngineError(f"unknown control operation {op!r}")
+    def control(self, control_id: int, op: str, args: dict[str, Any]) -> list[CoreMessage]:
+        """Start answering an operator's question; long answers come out of later steps. Wrong arguments are refused."""
+        try:
+            match op:
+                case "golden":
+                    prompt_ids = _arguments(op, args, GoldenArgs).prompt_ids
+                    self._check_prompt(prompt_ids, 1)
+                    self._jobs.start(control_id, self._probe.golden(prompt_ids))
+                    return []
+                case "checksum":
+                    _arguments(op, args, NoArgs)
+                    self._jobs.start(control_id, checksum(self.weights))
+                    return []
+                case "drop_prefix_cache":
+                    _arguments(op, args, NoArgs)
+                    pages = self.kv_cache.drop_prefix_cache()
+                    return [ControlReply(control_id=control_id, ok=True, result={"pages": pages})]
+            raise AdmissionError(f"unknown control operation {op!r}")
+        except AdmissionError as error:
+            return [ControlReply(control_id=control_id, ok=False, error=error.message, refused=True)]
+
+    def cancel_control(self, control_id: int) -> None:
+        self._jobs.cancel(control_id)
 
 
 def _arguments(op: str, args: dict[str, Any], kind: type[T]) -> T:

@@ -3,6 +3,7 @@ refused with both numbers instead of being killed half-way by the kernel."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 
@@ -14,6 +15,11 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     found = [_mem_available(proc), *_cgroup_rooms(proc, cgroups)]
     known = [value for value in found if value is not None]
     return min(known) if known else None
+
+
+def resident_bytes(proc: Path = Path("/proc")) -> int:
+    """Resident set of this process (proc(5), statm)."""
+    return int((proc / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _mem_available(proc: Path) -> int | None:

@@ -20,9 +20,10 @@ class _Message(msgspec.Struct, kw_only=True, tag_field="t", omit_defaults=True):
 
 
 class Generate(_Message, tag="gen"):
-    request_id: str
+    request_id: str  # unique
     prompt_ids: list[int]
     params: SamplingParams
+    client_id: str = ""  # what the client calls it; in every log line
     n: int = 1  # choices 0..n-1; choice i samples with seed derived from (seed, i)
     echo_logprobs: bool = False  # also return logprobs of the prompt's tokens (costs logits at every position)
     deadline: float | None = None
@@ -36,7 +37,7 @@ class Abort(_Message, tag="abort"):
 
 class Control(_Message, tag="ctl"):
     control_id: int
-    op: str  # "golden", "checksum", "drop_prefix_cache", "stop"
+    op: str  # "golden", "checksum", "drop_prefix_cache", "cancel" (of control_id), "stop"
     args: dict[str, Any] = {}
 
 
@@ -102,6 +103,8 @@ class Stats(_Message, tag="stats"):
     prefix_query_tokens: int = 0
     preemptions: int = 0
     step_seconds: float = 0.0
+    longest_step_seconds: float = 0.0  # seen so far, or to be expected from warm-up
+    rss_bytes: int = 0  # resident memory of engine-core
 
 
 class ControlReply(_Message, tag="ctlr"):

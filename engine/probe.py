@@ -5,14 +5,19 @@ A probe computes a sequence from scratch on KV pages of its own, between two ste
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Any
 
 from engine.batch import replay
+from engine.errors import EngineError
+from engine.loader import HASH_BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from engine.jobs import Job
     from engine.kv_cache import KVCache
     from engine.runner import ModelRunner
+    from engine.types import Weights
 
 
 class Probe:
@@ -22,17 +27,32 @@ class Probe:
         self._runner, self._kv_cache = runner, kv_cache
         self._chunk_tokens = min(chunk_tokens, runner.max_batch_tokens)
 
-    def golden(self, token_ids: list[int]) -> str:
+    def golden(self, token_ids: list[int]) -> Job:
         """SHA-256 hex over the float32 logits of every position: the bits that judge a GPU and a release."""
         digest = hashlib.sha256()
-        for _start, batch in replay(self._kv_cache, token_ids, self._chunk_tokens):
-            digest.update(self._runner.forward(batch).tobytes())
-        return digest.hexdigest()
+        with contextlib.closing(replay(self._kv_cache, token_ids, self._chunk_tokens)) as batches:
+            for _start, batch in batches:
+                digest.update(self._runner.forward(batch).tobytes())
+                yield
+        return {"sha256": digest.hexdigest(), "positions": len(token_ids)}
 
     def find_nonfinite(self, token_ids: list[int]) -> dict[str, Any] | None:
         """{"layer", "op", "position"} of the first NaN or Inf, in the order of the arithmetic, or None."""
-        for start, batch in replay(self._kv_cache, token_ids, self._chunk_tokens):
-            if (found := self._runner.find_nonfinite(batch)) is not None:
-                layer, op, row = found
-                return {"layer": layer, "op": op, "position": start + row}
+        with contextlib.closing(replay(self._kv_cache, token_ids, self._chunk_tokens)) as batches:
+            for start, batch in batches:
+                if (found := self._runner.find_nonfinite(batch)) is not None:
+                    layer, op, row = found
+                    return {"layer": layer, "op": op, "position": start + row}
         return None
+
+
+def checksum(weights: Weights) -> Job:
+    """Hash the weight arena again, as engine.loader.arena_checksum does, a block at a time, and compare."""
+    if weights.arena is None:
+        raise EngineError("these weights have no arena to read back")
+    digests = []
+    for start in range(0, len(weights.arena), HASH_BLOCK_BYTES):
+        digests.append(hashlib.sha256(weights.arena[start : start + HASH_BLOCK_BYTES]).digest())
+        yield
+    actual = hashlib.sha256(b"".join(digests)).hexdigest()
+    return {"expected": weights.checksum, "actual": actual, "ok": actual == weights.checksum}

@@ -90,7 +90,7 @@ def state(service: Service) -> dict[str, Any]:
             "queued_requests": client.queued_requests,
             "queued_prompt_tokens": client.queued_prompt_tokens,
         },
-        "memory": memory(),
+        "memory": memory() | {"core_resident_bytes": stats.rss_bytes if stats else None},
         "versions": {"appliance": service.config.version, "python": sys.version.split()[0]},
         "system_fingerprint": service.fingerprint,
         "uptime_seconds": round(time.time() - service.started, 1),
@@ -98,7 +98,7 @@ def state(service: Service) -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, int]:
+def memory() -> dict[str, int | None]:
     """Memory of engine-api and of the host, in bytes (proc(5))."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     host = {}

@@ -158,7 +158,9 @@ class Service:
         silent = time.monotonic() - self.client.last_stats_at
         stats = self.client.stats
         # A large model on a slow CPU may need longer than the limit for one honest step.
-        longest = max(self.config.timeouts.heartbeat, _SLOW_STEPS * stats.step_seconds if stats is not None else 0.0)
+        longest = max(
+            self.config.timeouts.heartbeat, _SLOW_STEPS * stats.longest_step_seconds if stats is not None else 0.0
+        )
         if silent > longest:
             return "engine_silent", f"the engine has not reported for {silent:.0f} s"
         return None

@@ -204,6 +204,40 @@ async def test_operators_questions_answer_or_refuse_and_never_kill(model_dir: Pa
             assert poisoned == 200  # NaN has bits too: a sick GPU gives another hash, not a dead engine
 
 
+async def test_a_long_question_of_an_operator_delays_nobody(model_dir: Path, tmp_path: Path) -> None:
+    """Golden runs a chunk at a time between steps: a request that comes after it is answered before it, and when the
+    operator leaves, its pages are free again."""
+    path = tmp_path / "admin.sock"
+    async with await Server.start(
+        model_dir, "--kv-tokens", "16384", "--host", "127.0.0.1", "--uds", str(path)
+    ) as server:
+        connector = aiohttp.UnixConnector(str(path))
+        async with aiohttp.ClientSession(connector=connector) as admin, aiohttp.ClientSession() as session:
+            order: list[str] = []
+
+            async def golden() -> None:
+                body = {"args": {"prompt_ids": [1, 2, 3, 4] * 500}}
+                async with admin.post("http://engine/admin/golden", json=body) as response:
+                    assert response.status == 200
+                order.append("golden")
+
+            asked = asyncio.create_task(golden())
+            await asyncio.sleep(0.002)
+            assert (await complete(session, server, max_tokens=2))[0] == 200
+            order.append("request")
+            await asked
+            assert order == ["request", "golden"]
+            free = await server.metric(session, "appliance_kv_pages_total")
+            leaving = asyncio.create_task(golden())
+            await asyncio.sleep(0.005)
+            leaving.cancel()
+            deadline = time.monotonic() + 10
+            await asyncio.sleep(1.1)  # a heartbeat later
+            while await server.metric(session, "appliance_kv_pages_free") != free:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+
+
 async def test_a_pool_smaller_than_the_context_is_the_context(model_dir: Path) -> None:
     """One page of KV: short requests are served, longer ones are the client's fault (413), never a 500."""
     async with await Server.start(model_dir, "--kv-tokens", "1") as server, aiohttp.ClientSession() as session:
