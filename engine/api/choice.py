@@ -10,11 +10,10 @@ import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.api.offsets import OffsetTracker
 from engine.types import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.api.sampling import Plan
     from engine.api.service import Service, StopMatcher
     from engine.messages import Tokens
@@ -38,7 +37,7 @@ class Choice:
         "_delta",
         "_detokenizer",
         "_matcher",
-        "_offset",
+        "_offsets",
         "_plan",
         "_step_by_step",
         "_text",
@@ -53,7 +52,8 @@ class Choice:
     def __init__(
         self, service: Service, plan: Plan, index: int, offset: int = 0, matcher: StopMatcher | None = None
     ) -> None:
-        """`matcher` is copied, so that the choices of a request share its tables and not its state."""
+        """`offset`: characters of the choice's text before its first token. `matcher` is copied, so that the choices of
+        a request share its tables and not its state."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -62,9 +62,10 @@ class Choice:
         self.kept: list[str] | None = [] if service.config.log_prompts else None  # the whole text, for the log
         self._plan = plan
         self._detokenizer = service.make_detokenizer(service.tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        wanted = plan.params.logprobs is not None
+        self._offsets = OffsetTracker(self._detokenizer, service, offset) if wanted else None
         self._matcher = copy.copy(matcher)
         self._step_by_step = bool(plan.stops) or plan.params.logprobs is not None
-        self._offset = offset  # characters before the next token in the text of this choice
         self._delta = Delta()
         self._text: list[str] = []  # of the delta; joined once, since += on long texts is quadratic
 
@@ -112,10 +113,12 @@ class Choice:
 
     def _feed_one(self, token: int, logprob: TokenLogprob | None) -> None:
         self.num_tokens += 1
-        if logprob is not None:
-            self._delta.logprobs.append((logprob, self._offset))
-        text = self._detokenizer.push((token,))
-        self._offset += len(text)
+        if self._offsets is None:
+            text = self._detokenizer.push((token,))
+        else:
+            text, offset = self._offsets.push(token)
+            if logprob is not None:
+                self._delta.logprobs.append((logprob, offset))
         # Text of the first min_tokens tokens is never (part of) a stop.
         if self._matcher is None or self.num_tokens <= self._plan.params.min_tokens:
             self._emit(text)
@@ -150,13 +153,3 @@ class Choice:
         self.finish_reason = str(reason)
         self.stop_reason = stop_reason
         self._delta.finish_reason, self._delta.stop_reason = self.finish_reason, stop_reason
-
-
-def prompt_offsets(service: Service, ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Where the text of each prompt token starts in the decoded prompt (for echo with logprobs)."""
-    detokenizer = service.make_detokenizer(service.tokenizer, skip_special_tokens=skip_special_tokens)
-    offsets, length = [], 0
-    for token in ids:
-        offsets.append(length)
-        length += len(detokenizer.push((token,)))
-    return offsets

@@ -11,6 +11,7 @@ from aiohttp import web
 from engine.api import render
 from engine.api.body import read_json
 from engine.api.errors import bad_request
+from engine.api.offsets import added_tokens
 from engine.api.prompts import as_messages, decode, encode, encode_chat, split_prompts
 from engine.api.run import Prompt, Run
 from engine.api.sampling import check_model, check_openai, fit, make_plan
@@ -57,12 +58,14 @@ async def _completion_prompts(service: Service, body: CompletionRequest, plan: P
             ids = await encode(service, part, add_special_tokens=special, param=param, total_chars=total_chars)
         else:
             ids = part
-        text = None
+        text, added = None, None
         max_tokens = fit(service, plan, len(ids), service.config.completions_max_tokens)
         if echo:
             skip = plan.skip_special_tokens
             text = part if isinstance(part, str) else await decode(service, ids, skip_special_tokens=skip)
-        prompts.append(Prompt(ids, max_tokens, text))
+            if isinstance(part, str):
+                added = added_tokens(service) if special else (0, 0)
+        prompts.append(Prompt(ids, max_tokens, text, added))
     return prompts
 
 

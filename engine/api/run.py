@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.api.choice import Choice, prompt_offsets
+from engine.api.choice import Choice
 from engine.api.errors import ApiError, from_engine, too_large, unavailable
+from engine.api.offsets import prompt_offsets
 from engine.errors import EngineError
 from engine.log import log_event
 from engine.messages import Generate, Tokens
@@ -40,6 +41,9 @@ class Prompt:
     ids: list[int]
     max_tokens: int
     echo: str | None = None  # the prompt's text, to be sent before the answer
+    added: tuple[int, int] | None = (
+        None  # None: echo was decoded from ids; else ids before and behind its own (BOS, EOS)
+    )
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
     scores: list[TokenLogprob | None] = field(default_factory=list)  # echo: as they come, chunk by chunk
@@ -204,7 +208,7 @@ class Run:
         service, skip = self.service, self.plan.skip_special_tokens
 
         def place() -> list[tuple[TokenLogprob, int]]:
-            offsets = prompt_offsets(service, prompt.ids, skip_special_tokens=skip)
+            offsets = prompt_offsets(service, prompt.ids, prompt.echo or "", prompt.added, skip_special_tokens=skip)
             # The first token has no logprob; NaN marks it for the renderer, which writes null.
             scores = (score or TokenLogprob(prompt.ids[0], float("nan")) for score in prompt.scores)
             return list(zip(scores, offsets, strict=True))
