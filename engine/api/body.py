@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import json
 import re
-from typing import TypeVar
+from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
 from aiohttp import web
@@ -169,6 +169,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _QUOTED_CHARS else f"{text[: _QUOTED_CHARS // 2]} ... {text[-_QUOTED_CHARS // 2 :]}"
 
 
+def _is_plain(kind: type[Request], name: str) -> bool:
+    """`kind` has this field and takes any bool, number or text in it: a wrong value has the wrong type, nothing more."""
+    hint = get_type_hints(kind).get(name)
+    return any(choice in (bool, int, float, str) for choice in get_args(hint) or (hint,))
+
+
 def _invalid_field(message: str, kind: type[Request]) -> ApiError:
     what, separator, tail = message.rpartition(" - at ")
     found = _WHERE.fullmatch(tail) if separator else None
@@ -178,7 +184,7 @@ def _invalid_field(message: str, kind: type[Request]) -> ApiError:
         name = unknown[1][:64]
         param = f"{path}.{name}" if path else name
         reason = UNSUPPORTED.get(name)
-        if reason:
+        if reason and not _is_plain(kind, name):  # the same name may be fine one level up
             return bad_request(f"`{param}` is not supported: {reason}", param, "unsupported_field")
         near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if not path else []
         hint = f"; did you mean `{near[0]}`?" if near else ""
@@ -191,7 +197,7 @@ def _invalid_field(message: str, kind: type[Request]) -> ApiError:
     if not path:
         return bad_request(f"the body must be a JSON object: {what}", None, "invalid_type")
     reason = UNSUPPORTED.get(path.rsplit(".", 1)[-1]) or UNSUPPORTED.get(top)
-    if reason:
+    if reason and not _is_plain(kind, path):
         return bad_request(f"`{path}` is not supported: {reason}", path, "unsupported_field")
     if found and found["key"]:
         return bad_request(f"a key of `{path}` is wrong: {what}", path, "invalid_type")

@@ -173,6 +173,41 @@ async def test_unsupported_chat_fields_are_refused_by_name(endpoint, field):
     assert status == 200
 
 
+@pytest.mark.parametrize("kind", [schema.CompletionRequest, schema.ChatRequest, schema.InferRequest])
+def test_a_supported_field_of_the_wrong_type_is_not_called_unsupported(kind):
+    supported = set()
+    for field in msgspec.inspect.type_info(kind).fields:
+        choices = getattr(field.type, "types", [field.type])
+        plain = (msgspec.inspect.BoolType, msgspec.inspect.IntType, msgspec.inspect.FloatType, msgspec.inspect.StrType)
+        if any(isinstance(choice, plain) for choice in choices):
+            supported.add(field.name)
+    assert kind is schema.InferRequest or "stream" in supported
+    for name in sorted(supported):
+        for value in ({"a": 1}, "true", 1):
+            body = {field.name: "x" for field in msgspec.inspect.type_info(kind).fields if field.required}
+            if "messages" in body:
+                body["messages"] = [{"role": "user", "content": "x"}]
+            try:
+                parse(json.dumps(body | {name: value}).encode(), kind, Limits())
+            except ApiError as error:
+                assert (error.code, error.param) == ("invalid_type", name)
+                assert error.message.startswith(f"`{name}`: expected ")
+            else:
+                assert value != {"a": 1}
+
+
+async def test_the_reason_belongs_to_the_place(endpoint):
+    error = await refused(endpoint, COMPLETIONS, completion(best_of="2"))
+    assert error["message"] == "`best_of`: expected `int | null`, got `str`"
+    for path, body in ((CHAT, chat(stream=1)), (COMPLETIONS, completion(stream="true"))):
+        error = await refused(endpoint, path, body)
+        assert error["message"].startswith("`stream`: expected `bool | null`")
+    error = await refused(endpoint, CHAT, {"messages": [{"role": "user", "content": "x", "stream": True}]})
+    assert (error["code"], error["param"]) == ("unknown_field", "messages[0].stream")
+    error = await refused(endpoint, CHAT, chat(best_of=2))
+    assert error["code"] == "unsupported_field"
+
+
 @pytest.mark.parametrize("fields", [
     {"response_format": {"type": "text"}}, {"modalities": ["text"]}, {"tool_choice": "none"}, {"store": False},
     {"max_tokens": 3, "max_completion_tokens": 3}, {"add_generation_prompt": False},
