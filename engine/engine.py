@@ -308,7 +308,7 @@ class Engine:
     def _locate(self, choice: Choice) -> dict[str, Any]:
         """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second, and
         not for long sequences: a GPU that has gone bad must not make the others wait for a diagnosis."""
-        where: dict[str, Any] = {"op": "logits", "position": len(choice.sequence.token_ids) - 1}
+        where: dict[str, Any] = {"located": False, "position": len(choice.sequence.token_ids) - 1}
         if time.monotonic() - self._located_at < LOCATE_SECONDS or len(choice.sequence.token_ids) > LOCATE_TOKENS:
             return where
         try:
