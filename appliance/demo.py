@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from appliance.log import ApplianceError, UsageError, emit_json
 from appliance.serve import engine_command
+from engine.spawn import python_env
 
 QUESTIONS = ("What is the capital of France?", "Name three colours of the rainbow.")
 START_TIMEOUT_SECONDS = 180.0
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     result: dict[str, Any] = {"schema": 1, "backend": args.backend, "answers": []}
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stderr=log, stdout=log)
+        server = subprocess.Popen(command, stderr=log, stdout=log, env=python_env())
         try:
             _wait_ready(server, port, log)
             result["ready_seconds"] = round(time.monotonic() - started, 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from appliance.log import Progress
 from appliance.models import ModelStore
+from engine.spawn import python_env, python_module
 
 
 def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         args.model, backend=args.backend, host=args.host, port=args.port, extra=tuple(args.engine_options)
     )
     sys.stdout.flush()
-    os.execv(command[0], command)  # one process less between the operator's signals and the engine
+    os.execve(command[0], command, python_env())  # one process less between the operator's signals and the engine
 
 
 def engine_command(model: str, *, backend: str, host: str, port: int, extra: tuple[str, ...] = ()) -> list[str]:
@@ -37,7 +38,7 @@ def engine_command(model: str, *, backend: str, host: str, port: int, extra: tup
             store.pull(model)  # does nothing when it is there and complete
         directory, name = store.path(model), model
     return [
-        sys.executable, "-m", "engine",
+        *python_module("engine"),
         "--model-dir", str(directory),
         "--model-name", name,
         "--backend", backend,

@@ -12,7 +12,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from engine.messages import (
     Tokens,
 )
 from engine.ring import Ring
+from engine.spawn import python_env, python_module
 
 RING_BYTES = 64 << 20
 """Room for the largest message (a prompt's logprobs); memory is used only as far as it was ever filled."""
@@ -152,7 +152,7 @@ class EngineClient:
         ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.core", arguments], pass_fds=fds, stdin=subprocess.DEVNULL
+                [*python_module("engine.core"), arguments], env=python_env(), pass_fds=fds, stdin=subprocess.DEVNULL
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, ours)

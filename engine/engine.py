@@ -27,7 +27,7 @@ from engine.messages import ControlReply, CoreMessage, Generate, GoldenArgs, NoA
 from engine.probe import Probe, checksum
 from engine.runner import MAX_THREADS, ModelRunner, kv_bytes_per_page
 from engine.sampler import SampleState, sample, token_logprobs
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import ScheduledSeq, Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.types import PAGE_TOKENS, FinishReason, Float32Array, SampleResult, TokenLogprob, Weights
 
@@ -37,9 +37,8 @@ T = TypeVar("T")
 
 IDLE_STATS_SECONDS = 0.5
 MAX_FAILED_STEPS = 3
-LOCATE_SECONDS = 1.0
-"""Least time between two searches for the layer where NaN began, and the longest sequence that is searched."""
-LOCATE_TOKENS = 2048
+LOCATE_SECONDS = 1.0  # least time between two searches for the layer where NaN began
+LOCATE_TOKENS = 2048  # longest sequence that is searched
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ class Engine:
         self._next_seq_id = 1
         self._steps = 0
         self._last_step_seconds = 0.0
-        self._longest_step_seconds = 0.0
+        self._longest_step_seconds = self._warm_step_seconds = 0.0
         self._jobs = Jobs()
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
@@ -140,7 +139,7 @@ class Engine:
         if (where := self._probe.find_nonfinite(prompt_ids)) is not None:
             raise ConfigError(f"the model computes NaN or Inf at warm-up: {where}", hint="check its files and dtype")
         per_token = (time.monotonic() - started) / len(prompt_ids)
-        self._longest_step_seconds = per_token * self.config.max_batch_tokens
+        self._warm_step_seconds = self._longest_step_seconds = per_token * self.config.max_batch_tokens
 
     def close(self) -> None:
         self._jobs.close()
@@ -222,7 +221,9 @@ class Engine:
             out += self._run(plan)
             self._steps += 1
             self._last_step_seconds = time.monotonic() - now
-            self._longest_step_seconds = max(self._longest_step_seconds, self._last_step_seconds)
+            # Slowly forgotten: one step that was held up (a stopped process) must not excuse silence for ever.
+            expected = max(self._warm_step_seconds, 0.99 * self._longest_step_seconds)
+            self._longest_step_seconds = max(expected, self._last_step_seconds)
         out += self._jobs.advance()
         if plan is None and not self.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
             self.scheduler.check_integrity()  # cheap when idle, and the moment a leak is provable
@@ -280,10 +281,10 @@ class Engine:
                 out.append(self._report(silent))
         return out
 
-    def _num_rows(self, item: Any) -> int:
+    def _num_rows(self, item: ScheduledSeq) -> int:
         """Logits rows of a scheduled item: every position for echo, the last one when it samples, else none."""
         if self._choices[item.seq.seq_id].scores is not None and item.start < item.seq.num_prompt_tokens:
-            return int(item.count)
+            return item.count
         return 1 if item.samples else 0
 
     def _echo(self, plan: StepPlan, logits: Float32Array, first_row: dict[int, int]) -> dict[int, str]:
@@ -308,7 +309,7 @@ class Engine:
     def _locate(self, choice: Choice) -> dict[str, Any]:
         """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second, and
         not for long sequences: a GPU that has gone bad must not make the others wait for a diagnosis."""
-        where: dict[str, Any] = {"op": "logits", "position": len(choice.sequence.token_ids) - 1}
+        where: dict[str, Any] = {"located": False, "position": len(choice.sequence.token_ids) - 1}
         if time.monotonic() - self._located_at < LOCATE_SECONDS or len(choice.sequence.token_ids) > LOCATE_TOKENS:
             return where
         try:

@@ -7,7 +7,6 @@ import ctypes
 import json
 import re
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,8 @@ from typing import IO
 
 import aiohttp
 import psutil
+
+from engine.spawn import python_env, python_module
 
 MODEL = "tiny"
 START_SECONDS = 60.0
@@ -40,8 +41,8 @@ class Server:
         """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready."""
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the Server
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine", "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", "cpu",
-            "--port", "0", *options, stderr=log, preexec_fn=_die_with_parent,
+            *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", "cpu",
+            "--port", "0", *options, stderr=log, env=python_env(), preexec_fn=_die_with_parent,
         )  # fmt: skip
         server = cls(process, log)
         try:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
+from engine.spawn import python_env, python_module
 from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
 
@@ -266,7 +266,7 @@ async def test_echoed_logprobs_of_several_choices(server: Server) -> None:
 
 def start_and_fail(*arguments: str, status: int = 4) -> str:
     result = subprocess.run(
-        [sys.executable, "-m", "engine", *arguments], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+        [*python_module("engine"), *arguments], capture_output=True, text=True, timeout=60, env=python_env()
     )
     assert result.returncode == status, result.stderr
     assert "Traceback" not in result.stderr
@@ -318,7 +318,7 @@ def test_a_signal_at_any_moment_of_the_start_ends_cleanly(
 ) -> None:
     """To the whole process group, as a terminal and systemd send it: status 0, no traceback."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "--model-dir", str(model_dir), "--port", "0"],
+        [*python_module("engine"), "--model-dir", str(model_dir), "--port", "0"], env=python_env(),
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     time.sleep(after)
@@ -328,6 +328,17 @@ def test_a_signal_at_any_moment_of_the_start_ends_cleanly(
         assert process.returncode in (0, 1, 130, -number)
     else:
         assert process.returncode == 0 and "Traceback" not in errors, errors
+
+
+def test_a_stray_module_in_the_current_directory_is_not_run(model_dir: Path, tmp_path: Path) -> None:
+    """`python -m` would import uvloop.py of the directory one happens to stand in."""
+    (tmp_path / "uvloop.py").write_text("raise SystemExit('stray code ran')")
+    (tmp_path / "engine.py").write_text("raise SystemExit('stray code ran')")
+    result = subprocess.run(
+        [*python_module("engine"), "--model-dir", str(model_dir), "--port", "0", "--host", "0.0.0.0"],
+        cwd=tmp_path, env=python_env(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 4 and "stray" not in result.stderr
 
 
 def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:
