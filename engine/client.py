@@ -236,20 +236,38 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, message: Generate) -> RequestHandle:
-        """Queue a request. QueueFull when the waiting ones are too many or too long; EngineDead when there is none."""
+    def check_capacity(self, num_requests: int, num_tokens: int) -> None:
+        """May these requests with `num_tokens` prompt tokens together be queued now, all of them? Nothing can change
+        between this and their submits if nothing is awaited. AdmissionError when they never will fit, QueueFull when
+        not now, EngineDead when there is no engine. A single request is bounded by the context alone."""
         if self.state == "dead":
             raise EngineDead("the engine is not running", hint="see its log; the launcher restarts it")
         if self.state != "ready":
             raise QueueFull(f"the engine is {self.state}", retry_after_seconds=5)
-        tokens = len(message.prompt_ids)
-        if self.queued_requests >= self.max_queued_requests:
-            raise QueueFull(f"{self.queued_requests} requests are waiting, the limit is {self.max_queued_requests}")
-        if self.queued_requests and self.queued_prompt_tokens + tokens > self.max_queued_prompt_tokens:
+        if num_requests > self.max_queued_requests:
+            raise AdmissionError(
+                f"{num_requests} prompts at once are more than this server queues ({self.max_queued_requests})"
+            )
+        if num_requests > 1 and num_tokens > self.max_queued_prompt_tokens:
+            raise AdmissionError(
+                f"{num_requests} prompts of {num_tokens} tokens together are more than this server queues "
+                f"({self.max_queued_prompt_tokens})"
+            )
+        if self.queued_requests + num_requests > self.max_queued_requests:
             raise QueueFull(
-                f"{self.queued_prompt_tokens} prompt tokens are waiting and this request adds {tokens}; "
+                f"{self.queued_requests} requests are waiting and this one adds {num_requests}; "
+                f"the limit is {self.max_queued_requests}"
+            )
+        if self.queued_requests and self.queued_prompt_tokens + num_tokens > self.max_queued_prompt_tokens:
+            raise QueueFull(
+                f"{self.queued_prompt_tokens} prompt tokens are waiting and this request adds {num_tokens}; "
                 f"the limit is {self.max_queued_prompt_tokens}"
             )
+
+    def submit(self, message: Generate) -> RequestHandle:
+        """Queue a request; errors as check_capacity's."""
+        tokens = len(message.prompt_ids)
+        self.check_capacity(1, tokens)
         if message.request_id in self._handles:
             raise ValueError(f"request id {message.request_id} is in use")
         handle = RequestHandle(self, message)

@@ -18,7 +18,7 @@ import msgspec
 from engine.api.choice import Choice
 from engine.api.errors import ApiError, from_engine, too_large, unavailable
 from engine.api.offsets import prompt_offsets
-from engine.errors import EngineError
+from engine.errors import AdmissionError, EngineError
 from engine.log import log_event
 from engine.messages import Generate, Tokens
 from engine.types import FinishReason, TokenLogprob
@@ -110,6 +110,10 @@ class Run:
 
     def _submit(self) -> None:
         service, plan = self.service, self.plan
+        try:
+            service.client.check_capacity(len(self.prompts), self.prompt_tokens)  # all prompts or none
+        except AdmissionError as exc:
+            raise too_large(f"{exc.message}; split the request", "prompt", "queue_exceeded") from exc
         index = 0
         unique = secrets.token_hex(4)  # a client may use one X-Request-Id twice
         for number, prompt in enumerate(self.prompts):
@@ -125,6 +129,7 @@ class Run:
             handle = service.client.submit(
                 Generate(
                     request_id=f"{self.request_id}.{unique}.{number}",
+                    client_id=self.request_id,
                     prompt_ids=prompt.ids,
                     params=msgspec.structs.replace(plan.params, max_tokens=prompt.max_tokens),
                     n=plan.n,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import EngineDead, QueueFull, TemplateError, TextError
+from engine.errors import AdmissionError, EngineDead, QueueFull, TemplateError, TextError
 from engine.messages import Generate, Ready, Stats, Tokens
 from engine.types import FinishReason, TokenLogprob
 
@@ -131,6 +131,7 @@ class Script:
     end_early_after: int | None = None  # tokens, then the iterator ends without a finish reason
     finish: FinishReason | None = None  # instead of stop or length
     max_queue: int = 1000
+    max_queued_tokens: int = 262_144
 
 
 @dataclass
@@ -212,11 +213,17 @@ class FakeClient:
         self.running: set[str] = set()
         self.controls: list[tuple[str, dict[str, Any]]] = []
 
-    def submit(self, msg: Generate) -> FakeHandle:
+    def check_capacity(self, num_requests: int, num_tokens: int) -> None:
         if self.state == "dead":
             raise EngineDead("engine-core exited with signal 9")
-        if len(self.running) >= self.script.max_queue:
+        script = self.script
+        if num_requests > script.max_queue or (num_requests > 1 and num_tokens > script.max_queued_tokens):
+            raise AdmissionError(f"{num_requests} prompts of {num_tokens} tokens are more than this server queues")
+        if len(self.running) + num_requests > script.max_queue:
             raise QueueFull("too many requests are waiting", retry_after_seconds=3)
+
+    def submit(self, msg: Generate) -> FakeHandle:
+        self.check_capacity(1, len(msg.prompt_ids))
         assert msg.request_id not in {h.msg.request_id for h in self.handles}
         handle = FakeHandle(self, msg, unfinished=set(range(msg.n)))
         self.submitted.append(msg)

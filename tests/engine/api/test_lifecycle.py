@@ -54,6 +54,12 @@ async def test_a_client_that_leaves_aborts_its_request(make_endpoint, stream, qu
     assert 'reason="disconnect"' in endpoint.service.metrics.render().decode()
 
 
+async def test_every_prompt_carries_the_clients_own_id(endpoint):
+    await endpoint.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 1}, headers={"X-Request-Id": "my-id"})
+    assert [message.client_id for message in endpoint.client.submitted] == ["my-id", "my-id"]
+    assert len({message.request_id for message in endpoint.client.submitted}) == 2
+
+
 async def test_closing_an_openai_stream_aborts(make_endpoint):
     endpoint = await make_endpoint(Script(token_delay=0.005))
     stream = await endpoint.openai().completions.create(model="tiny", stream=True, **LONG)

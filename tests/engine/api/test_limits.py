@@ -7,6 +7,10 @@ import json
 
 import pytest
 
+from engine.client import EngineClient
+from engine.core_config import CoreConfig
+from engine.errors import AdmissionError, EngineDead, QueueFull
+
 from .fakes import Script
 
 COMPLETIONS = "/v1/completions"
@@ -115,12 +119,53 @@ async def test_messages(make_endpoint, count, status):
     assert got == status
 
 
-async def test_a_full_queue_in_the_middle_of_a_request_leaves_nothing_behind(make_endpoint):
-    endpoint = await make_endpoint(Script(max_queue=2, never_answer=True))
+async def test_the_prompts_of_a_request_are_queued_together_or_not_at_all(make_endpoint):
+    endpoint = await make_endpoint(Script(max_queue=3, never_answer=True))
+    first = asyncio.create_task(endpoint.post(COMPLETIONS, {"prompt": "a"}))
+    while not endpoint.client.running:
+        await asyncio.sleep(0.005)
     status, answer = await endpoint.post(COMPLETIONS, {"prompt": ["a", "b", "c"]})
-    assert (status, answer["error"]["code"]) == (429, "queue_full")
-    assert len(endpoint.client.submitted) == 2
-    assert not endpoint.client.running
+    assert (status, answer["error"]["code"]) == (429, "queue_full")  # it would fit an empty queue
+    assert len(endpoint.client.submitted) == 1
+    first.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "prompt",
+    [["a", "b", "c", "d"], [[97] * 40, [97] * 40, [97] * 21]],
+    ids=["too many prompts", "too many tokens"],
+)
+async def test_what_no_empty_queue_would_take_is_refused_for_good(make_endpoint, stream, prompt):
+    endpoint = await make_endpoint(Script(max_queue=3, max_queued_tokens=100))
+    body = {"prompt": prompt, "max_tokens": 1, "stream": stream}
+    async with endpoint.http.post(endpoint.url + COMPLETIONS, json=body) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"], error["param"]) == (413, "queue_exceeded", "prompt")
+        assert "Retry-After" not in response.headers
+        assert "split the request" in error["message"]
+    assert endpoint.client.submitted == [] and not endpoint.service.runs
+    assert (await endpoint.post(COMPLETIONS, {"prompt": [97] * 101, "max_tokens": 1}))[0] == 200  # the context's matter
+
+
+def test_capacity_of_the_real_client():
+    client = EngineClient(CoreConfig(model_dir="nowhere"), max_queued_requests=4, max_queued_prompt_tokens=100)
+    with pytest.raises(QueueFull):
+        client.check_capacity(1, 1)  # loading
+    client.state = "ready"
+    client.check_capacity(4, 100)
+    client.check_capacity(1, 101)
+    for requests, tokens in ((5, 5), (2, 101)):
+        with pytest.raises(AdmissionError):
+            client.check_capacity(requests, tokens)
+    client.queued_requests, client.queued_prompt_tokens = 1, 60
+    client.check_capacity(3, 40)
+    for requests, tokens in ((4, 40), (3, 41), (1, 41), (1, 101)):
+        with pytest.raises(QueueFull):
+            client.check_capacity(requests, tokens)
+    client.state = "dead"
+    with pytest.raises(EngineDead):
+        client.check_capacity(1, 1)
 
 
 async def test_bodies_held_in_memory_are_bounded_together(make_endpoint):
