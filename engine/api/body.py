@@ -170,7 +170,7 @@ def _short(text: str) -> str:
 
 
 def _is_plain(kind: type[Request], name: str) -> bool:
-    """`kind` has this field and takes any bool, number or text in it: a wrong value has the wrong type, nothing more."""
+    """`kind` has this field and takes any bool, number or text in it: what is wrong is the type alone."""
     hint = get_type_hints(kind).get(name)
     return any(choice in (bool, int, float, str) for choice in get_args(hint) or (hint,))
 

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _INLINE_STOP_CHARS = 256
+_REASONS = {
+    "deadline_exceeded": "deadline",
+    "shutting_down": "shutdown",
+    "aborted": "abort",
+    "context_length_exceeded": "refused",
+}
+"""Codes of the errors that end a run -> the finish reason under which its open choices are counted; others: error."""
 
 
 @dataclass(slots=True)
@@ -106,7 +113,8 @@ class Run:
         if self._stream:
             self.service.streams -= 1
         self._close()
-        self._observe_end()
+        left = kind is None or issubclass(kind, asyncio.CancelledError | ConnectionError)
+        self._observe_end("disconnect" if left else "error")
 
     def _submit(self) -> None:
         service, plan = self.service, self.plan
@@ -225,7 +233,6 @@ class Run:
             self._dirty[choice.index] = choice
 
     def _ended_badly(self, message: Tokens) -> None:
-        self.service.metrics.finished.labels(str(message.finish_reason)).inc()
         if message.finish_reason == FinishReason.DEADLINE:
             self.fail(self._deadline_error())
         elif message.finish_reason == FinishReason.ABORT:
@@ -311,15 +318,18 @@ class Run:
                 metrics.itl.observe(interval)
         choice.last_token_at = now
 
-    def _observe_end(self) -> None:
+    def _observe_end(self, without_error: str) -> None:
+        """Every choice counts once: by its own finish reason (then it did already), or by what ended the run;
+        `without_error` when that was no error of ours."""
+        reason = without_error if self.error is None else _REASONS.get(self.error.code or "", "error")
         metrics = self.service.metrics
         metrics.generated_tokens.inc(self.completion_tokens)
         metrics.cached_tokens.inc(self.cached_tokens)
         for prompt in self.prompts:
             for choice in prompt.choices:
                 metrics.output_length.observe(choice.num_tokens)
-                if choice.finish_reason is None and self.error is None:
-                    metrics.finished.labels("disconnect").inc()
+                if not choice.done():
+                    metrics.finished.labels(reason).inc()
         if self.service.config.log_prompts:
             self._log_exchange()
 

@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from engine.api.config import ApiConfig
-from engine.api.server import run_server
+from engine.api.run import Run
+from engine.api.server import drain, run_server
 from engine.types import FinishReason
 
 from .conftest import FACTORIES, make_config
@@ -116,6 +117,81 @@ async def test_engine_aborting_a_request_is_no_empty_answer(make_endpoint):
     endpoint = await make_endpoint(Script(finish=FinishReason.ABORT))
     status, answer = await endpoint.post(COMPLETIONS, {"prompt": "x"})
     assert (status, answer["error"]["code"]) == (503, "aborted")
+
+
+def finished(service):
+    """Choices by finish reason, as /metrics says."""
+    (family,) = (f for f in service.metrics.registry.collect() if f.name == "appliance_requests_finished")
+    return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total") and s.value}
+
+
+CLOCK = {"timeouts": {"deadline_grace": 0.05}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "config", "fields", "reasons"),
+    [
+        (Script(), {}, {}, {"length": 6}),
+        (Script(finish=FinishReason.DEADLINE), {}, {}, {"deadline": 6}),
+        (Script(never_answer=True), CLOCK, {"timeout": 0.05}, {"deadline": 6}),
+        (Script(token_delay=0.02), CLOCK, {"timeout": 0.1}, {"deadline": 6}),
+        (Script(fail_after=2), {}, {}, {"error": 6}),
+        (Script(end_early_after=2), {}, {}, {"error": 6}),
+        (Script(finish=FinishReason.ABORT), {}, {}, {"abort": 6}),
+    ],
+    ids=["done", "engine's deadline", "silent engine", "slow engine", "NaN", "broken engine", "drained engine"],
+)
+async def test_every_choice_is_counted_under_a_reason(make_endpoint, stream, script, config, fields, reasons):
+    endpoint = await make_endpoint(script, **config)
+    body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 20, "stream": stream} | fields
+    async with endpoint.http.post(endpoint.url + COMPLETIONS, json=body) as response:
+        await response.read()
+    await until(lambda: not endpoint.service.runs)
+    assert finished(endpoint.service) == reasons
+
+
+async def test_choices_that_had_ended_keep_their_reason(make_endpoint):
+    def reply(msg, index):
+        return [97] * (2 if index == 0 else 500)
+
+    endpoint = await make_endpoint(Script(reply=reply, token_delay=0.01), **CLOCK)
+    await endpoint.post(COMPLETIONS, {"prompt": "a", "n": 3, "max_tokens": 400, "timeout": 0.15})
+    assert finished(endpoint.service) == {"stop": 1, "deadline": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_of_a_dying_engine_are_errors(make_endpoint, stream):
+    endpoint = await make_endpoint(Script(token_delay=0.01))
+    body = LONG | {"n": 3, "stream": stream}
+    flight = asyncio.create_task(_read(endpoint.http, endpoint.url, body))
+    await until(lambda: endpoint.client.submitted)
+    await asyncio.sleep(0.03)
+    endpoint.client.die()
+    await flight
+    assert finished(endpoint.service) == {"error": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_that_outlast_a_shutdown(make_endpoint, stream):
+    endpoint = await make_endpoint(Script(token_delay=0.02), timeouts={"drain": 0.05})
+    flight = asyncio.create_task(_read(endpoint.http, endpoint.url, LONG | {"n": 3, "stream": stream}))
+    await until(lambda: endpoint.client.submitted)
+    await drain(endpoint.service, asyncio.Event())
+    await flight
+    assert finished(endpoint.service) == {"shutdown": 3}
+
+
+async def test_a_fault_of_ours_is_not_counted_as_a_client_that_left(make_endpoint, monkeypatch):
+    endpoint = await make_endpoint(Script(token_delay=0.01))
+
+    async def broken(self):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(Run, "wait", broken)
+    status, _ = await endpoint.post(COMPLETIONS, LONG | {"n": 3})
+    assert status == 500
+    assert finished(endpoint.service) == {"error": 3}
 
 
 async def test_long_prompts_are_tokenized_off_the_event_loop(make_endpoint):
