@@ -60,12 +60,14 @@ async def checksum(request: web.Request) -> web.Response:
 
 
 async def _control(request: web.Request, op: str, **args: Any) -> web.Response:
+    """Ends with its client: when that one leaves, this handler is cancelled and the question to engine-core with it."""
     service = request.app[SERVICE]
+    seconds = service.config.timeouts.control
     try:
-        async with asyncio.timeout(service.config.timeouts.control):
-            result = await service.client.control(op, **args)
+        async with asyncio.timeout(seconds):
+            result = await service.client.control(op, timeout_seconds=seconds, **args)
     except TimeoutError as exc:
-        raise ApiError(504, f"{op} did not end within {service.config.timeouts.control:g} s", code="timeout") from exc
+        raise ApiError(504, f"{op} did not end within {seconds:g} s", code="timeout") from exc
     except AdmissionError as exc:
         raise bad_request(exc.message, "args") from exc
     except EngineError as exc:

@@ -130,6 +130,7 @@ class Script:
     fail_after: int | None = None  # tokens, then finish_reason error
     end_early_after: int | None = None  # tokens, then the iterator ends without a finish reason
     finish: FinishReason | None = None  # instead of stop or length
+    control_delay: float = 0.0
     max_queue: int = 1000
     max_queued_tokens: int = 262_144
 
@@ -212,6 +213,8 @@ class FakeClient:
         self.handles: list[FakeHandle] = []
         self.running: set[str] = set()
         self.controls: list[tuple[str, dict[str, Any]]] = []
+        self.control_timeouts: list[float] = []
+        self.cancelled_controls = 0
 
     def check_capacity(self, num_requests: int, num_tokens: int) -> None:
         if self.state == "dead":
@@ -233,8 +236,14 @@ class FakeClient:
             handle.task = asyncio.create_task(self._generate(handle))
         return handle
 
-    async def control(self, op: str, **args: Any) -> dict[str, Any]:
+    async def control(self, op: str, *, timeout_seconds: float = 60.0, **args: Any) -> dict[str, Any]:
         self.controls.append((op, args))
+        self.control_timeouts.append(timeout_seconds)
+        try:
+            await asyncio.sleep(self.script.control_delay)
+        except asyncio.CancelledError:
+            self.cancelled_controls += 1
+            raise
         return {"hash": "abc"}
 
     def fail(self, handle: FakeHandle, error: str) -> None:

@@ -21,7 +21,7 @@ from engine.api.server import listening, run_server
 from engine.errors import BusyError, ConfigError
 
 from .conftest import FACTORIES, make_config
-from .fakes import ByteTokenizer, FakeClient
+from .fakes import ByteTokenizer, FakeClient, Script
 
 
 def line(key, label=""):
@@ -99,6 +99,35 @@ async def test_admin_routes(make_endpoint, keys):
     assert (status, answer["status"], answer["draining"]) == (200, "draining", "maintenance")
     assert (await endpoint.post("/admin/undrain", {}, headers=admin))[0] == 200
     assert (await endpoint.post("/v1/completions", {"prompt": "x"}, headers=key("one")))[0] == 200
+
+
+CONTROLS = [("/admin/golden", {"args": {"prompt_ids": [1]}}), ("/admin/checksum", {})]
+
+
+@pytest.mark.parametrize(("path", "body"), CONTROLS)
+async def test_a_control_has_the_configured_time(make_endpoint, keys, path, body):
+    endpoint = await make_endpoint(admin_key_file=keys[1], timeouts={"control": 0.05})
+    assert (await endpoint.post(path, body, headers=key("root")))[0] == 200
+    endpoint.client.script.control_delay = 5
+    status, answer = await endpoint.post(path, body, headers=key("root"))
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    assert endpoint.client.control_timeouts == [0.05, 0.05]
+    assert endpoint.client.cancelled_controls == 1
+
+
+@pytest.mark.parametrize(("path", "body"), CONTROLS)
+async def test_a_control_ends_with_the_client_that_asked(make_endpoint, keys, path, body):
+    endpoint = await make_endpoint(Script(control_delay=10), admin_key_file=keys[1])
+    task = asyncio.create_task(endpoint.post(path, body, headers=key("root")))
+    while not endpoint.client.controls:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    for _ in range(400):
+        if endpoint.client.cancelled_controls:
+            break
+        await asyncio.sleep(0.005)
+    assert endpoint.client.cancelled_controls == 1
+    assert (await endpoint.get("/livez"))[0] == 200
 
 
 async def test_without_admin_keys_nobody_is_admin_over_tcp(endpoint):
