@@ -30,6 +30,18 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefix_cache: bool = True
 
 
+def context_length(config: CoreConfig, model_context: int) -> int:
+    """Tokens of prompt + output: as asked, else the model's. More than the model was made for is refused."""
+    asked = config.max_model_len or model_context
+    if asked > model_context:
+        raise ConfigError(
+            f"max_model_len is {asked}, but the model's context is {model_context}", hint="lower --max-model-len"
+        )
+    if asked < 2:
+        raise ConfigError(f"a context of {asked} tokens holds no prompt and no answer", hint="--max-model-len >= 2")
+    return asked
+
+
 def scheduler_config(config: CoreConfig, max_model_len: int) -> SchedulerConfig:
     """ConfigError for sizes that do not go together; needs no model, so it is also called before the load."""
     if config.prefill_chunk > config.max_batch_tokens:

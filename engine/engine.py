@@ -16,7 +16,7 @@ import msgspec
 
 from engine.batch import build_batch
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, plan_kv_pages, scheduler_config, usable_cpus
+from engine.core_config import CoreConfig, context_length, plan_kv_pages, scheduler_config, usable_cpus
 from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
 from engine.host_memory import available_bytes, resident_bytes
 from engine.jobs import Jobs
@@ -66,9 +66,7 @@ class Engine:
         self, config: CoreConfig, model: ModelConfig, weights: Weights, *, free_bytes: int | None, load_seconds: float
     ) -> None:
         self.config, self.model, self.weights = config, model, weights
-        asked = min(config.max_model_len or model.max_position, model.max_position)
-        if asked < 2:
-            raise ConfigError(f"a context of {asked} tokens holds no prompt and no answer", hint="--max-model-len >= 2")
+        asked = context_length(config, model.max_position)
         num_pages = plan_kv_pages(
             config, max_model_len=asked, bytes_per_page=kv_bytes_per_page(model), free_bytes=free_bytes
         )

@@ -22,7 +22,7 @@ from engine.api.config import ApiConfig, Timeouts, check_bind
 from engine.api.server import run_server
 from engine.client import EngineClient
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, scheduler_config
+from engine.core_config import CoreConfig, context_length, scheduler_config
 from engine.errors import BusyError, ConfigError, EngineError, TemplateError
 from engine.log import log_event, setup_logging
 from engine.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def api_config(args: argparse.Namespace, model: ModelConfig, tokenizer: Tokenize
         eos[tokenizer.eos_token_id] = None
     return ApiConfig(
         model=args.model_name or args.model_dir.resolve().name,
-        max_model_len=min(args.max_model_len or model.max_position, model.max_position),
+        max_model_len=context_length(core_config(args), model.max_position),
         eos_token_ids=tuple(eos),
         auth=args.auth,
         key_file=args.key_file,

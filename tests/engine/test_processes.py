@@ -289,7 +289,7 @@ def test_context_that_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "options",
     [["--prefill-chunk", "100"], ["--prefill-chunk", "512"], ["--max-batch-seqs", "512"], ["--max-model-len", "1"],
-     ["--threads", "2000"], ["--kv-tokens", "200000000000"]],
+     ["--max-model-len", "2049"], ["--threads", "2000"], ["--kv-tokens", "200000000000"]],
     ids=" ".join,
 )  # fmt: skip
 def test_sizes_that_do_not_go_together_are_refused_with_a_hint(model_dir: Path, options: list[str]) -> None:
