@@ -216,6 +216,13 @@ class EngineClient:
             pass
         loop.remove_reader(self._to_api.bell_fd)
         self._process.wait()
+        if self.fatal is None and self._process.returncode:
+            self.fatal = Fatal(
+                error=f"engine-core ended with {self._exit_status()}",
+                hint="killed from outside, often for want of memory: see the kernel's log"
+                if self._process.returncode == -signal.SIGKILL
+                else "its own log lines come before this one",
+            )
         self._die(self.fatal.error if self.fatal else f"engine-core ended with {self._exit_status()}")
         os.close(self._alive_fd)
         self._to_core.close()

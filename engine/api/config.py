@@ -92,13 +92,13 @@ def is_loopback(host: str) -> bool:
 def check_bind(config: ApiConfig, host: str) -> None:
     """Refuse to serve the world without keys unless that was written out; ConfigError says what to write."""
     if config.auth == "keys" and config.key_file is None:
-        raise ConfigError('auth = "keys" needs a key file', hint="set key_file, or auth = 'none' to serve openly")
+        raise ConfigError('auth = "keys" needs a key file', hint="give --key-file FILE, or --auth none to serve openly")
     if config.auth == "none" and config.key_file is not None:
-        raise ConfigError('auth = "none" contradicts the key file', hint="remove one of the two")
+        raise ConfigError('auth = "none" contradicts the key file', hint="leave out --auth none or --key-file")
     if config.auth == "auto" and config.key_file is None and not is_loopback(host):
         raise ConfigError(
             f"refusing to bind {host} without API keys: anyone who reaches this host could use the model",
-            hint="give a key file (lines of sha256 hex), bind 127.0.0.1, or write auth = 'none'",
+            hint="give --key-file FILE (lines of sha256 hex), bind 127.0.0.1, or say --auth none",
         )
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("TLS needs both tls_cert and tls_key", hint="give both files or neither")

@@ -52,6 +52,8 @@ async def run_server(
 
     `host` and `unix_path` may be given together; a Unix socket is trusted with /admin (its mode is 0660).
     `on_listening` gets the bound addresses (with port 0: the real port). ConfigError for a bind that is refused.
+    `handle_signals` is for a process that ends when this returns: from then on it ignores them, so that a second
+    SIGTERM does not turn a clean exit into a death.
     """
     if host is None and unix_path is None:
         raise ConfigError("nowhere to listen", hint="give a host, a Unix socket path, or both")
@@ -69,7 +71,10 @@ async def run_server(
                 on_listening(addresses)
             await _first_of(stop, client.on_death)
             if client.state == "dead":
-                log_event(logger, logging.CRITICAL, "engine_dead", "engine-core is gone; leaving")
+                fatal = client.fatal
+                reason = f": {fatal.error}" if fatal is not None else ""
+                hint = fatal.hint if fatal is not None else None
+                log_event(logger, logging.CRITICAL, "engine_dead", f"engine-core is gone{reason}; leaving", hint=hint)
             await drain(app[SERVICE], hurry)
     return 1 if client.state == "dead" else 0
 
@@ -104,8 +109,9 @@ async def listening(
         addresses: list[Any] = []
         if host is not None:
             context = tls_context(service.config)
+            name = host.removeprefix("[").removesuffix("]")
             servers.append(
-                await loop.create_server(connection, host, port, ssl=context, backlog=_BACKLOG, reuse_address=True)
+                await loop.create_server(connection, name, port, ssl=context, backlog=_BACKLOG, reuse_address=True)
             )
             addresses += [sock.getsockname() for sock in servers[-1].sockets]
         if unix_path is not None:
@@ -138,6 +144,8 @@ def _unix_socket(path: Path) -> socket.socket:
         sock.bind(os.fspath(path))
     except OSError as exc:
         sock.close()
+        if exc.errno is None:  # Python's own check: sun_path of unix(7) has 108 bytes with the terminating zero
+            raise ConfigError(f"cannot bind {path}: {exc}", hint="a socket's path has at most 107 bytes") from exc
         raise ConfigError(
             f"cannot bind {path}: {exc.strerror}", hint="does its directory exist and may we write?"
         ) from exc
@@ -181,7 +189,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 @contextlib.contextmanager
 def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT stop (the second one hurries), SIGHUP reloads the keys."""
+    """SIGTERM and SIGINT stop (the second one hurries), SIGHUP reloads the keys; afterwards all three are ignored."""
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
@@ -199,6 +207,7 @@ def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Ite
     finally:
         for number, _ in handlers:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def reload_keys(service: Service) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import AdmissionError, EngineDead, QueueFull, TemplateError, TextError
-from engine.messages import Generate, Ready, Stats, Tokens
+from engine.messages import Fatal, Generate, Ready, Stats, Tokens
 from engine.types import FinishReason, TokenLogprob
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -209,6 +209,7 @@ class FakeClient:
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.on_death = asyncio.Event()
+        self.fatal: Fatal | None = None
         self.submitted: list[Generate] = []
         self.handles: list[FakeHandle] = []
         self.running: set[str] = set()

@@ -162,6 +162,27 @@ async def test_the_unix_socket_is_trusted(tmp_path, keys):
     assert path.read_text() == "precious"
 
 
+async def test_a_socket_path_that_is_too_long_says_so(tmp_path):
+    path = tmp_path / ("x" * 120)
+    with pytest.raises(ConfigError) as caught:
+        async with listening(build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES), unix_path=path):
+            pass
+    assert "107 bytes" in caught.value.hint and "None" not in caught.value.message
+
+
+async def test_an_address_in_brackets_is_that_address():
+    import socket
+
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this host has no IPv6 loopback")
+    app = build_app(FakeClient(), ByteTokenizer(), make_config(), **FACTORIES)
+    async with listening(app, host="[::1]") as addresses:
+        assert addresses[0][0] == "::1"
+
+
 async def test_a_stale_socket_is_replaced(tmp_path):
     import socket
 
@@ -200,7 +221,17 @@ async def test_run_server_on_a_public_address_hides_metrics(keys):
     assert await task == 0
 
 
-async def test_sighup_reloads_and_a_broken_file_changes_nothing(keys):
+@pytest.fixture
+def signals():
+    """A server that handles them ignores them when it has ended, as its process ends then; ours does not."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+async def test_sighup_reloads_and_a_broken_file_changes_nothing(keys, signals):
     stop, where = asyncio.Event(), asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         run_server(FakeClient(), ByteTokenizer(), make_config(key_file=keys[0]), host="127.0.0.1", port=0, stop=stop,

@@ -18,6 +18,9 @@ import pytest
 from engine.api.config import ApiConfig
 from engine.api.run import Run
 from engine.api.server import drain, run_server
+from engine.client import EngineClient
+from engine.core_config import CoreConfig
+from engine.messages import Fatal
 from engine.types import FinishReason
 
 from .conftest import FACTORIES, make_config
@@ -314,20 +317,23 @@ PROGRAM = """
     async def main():
         client = FakeClient(Script(token_delay=0.02))
         config = make_config(timeouts={"drain": float(sys.argv[1]), "fast_drain": 0.1})
-        return await run_server(client, ByteTokenizer(), config, host="127.0.0.1", port=0,
-                                on_listening=lambda a: print(a[0][1], flush=True), **FACTORIES)
+        status = await run_server(client, ByteTokenizer(), config, host="127.0.0.1", port=0,
+                                  on_listening=lambda a: print(a[0][1], flush=True), **FACTORIES)
+        await asyncio.sleep(float(sys.argv[2]))  # as the end of engine-core may take
+        return status
 
     sys.exit(uvloop.run(main()))
 """
 
 
 @contextlib.asynccontextmanager
-async def process(drain):
+async def process(drain_seconds, end_seconds=0):
     here = Path(__file__).resolve()
     package = __name__.rpartition(".")[0]
     path = f"{here.parents[3]}:{here.parents[package.count('.') + 1]}"
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(PROGRAM).replace("PACKAGE", package), str(drain),
+        sys.executable, "-c", textwrap.dedent(PROGRAM).replace("PACKAGE", package),
+        str(drain_seconds), str(end_seconds),
         env=os.environ | {"PYTHONPATH": path}, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -360,6 +366,32 @@ async def test_a_second_sigterm_hurries():
         assert status == 503
         assert "shutting_down" in text
         assert await asyncio.wait_for(child.wait(), 10) == 0
+
+
+async def test_signals_at_the_end_do_not_spoil_the_exit():
+    async with process(10, end_seconds=1) as (child, _):
+        child.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) * 3:
+            await asyncio.sleep(0.1)
+            child.send_signal(number)
+        assert await asyncio.wait_for(child.wait(), 10) == 0
+
+
+async def test_the_log_says_how_the_engine_died(caplog):
+    async with served(Script()) as (client, _, _, task):
+        client.fatal = Fatal(error="engine-core ended with signal 9", hint="see dmesg")
+        client.die()
+        assert await asyncio.wait_for(task, 10) == 1
+    (entry,) = (r for r in caplog.records if r.levelname == "CRITICAL")
+    assert "engine-core ended with signal 9" in entry.getMessage()
+
+
+async def test_a_killed_engine_is_named_by_the_client(tmp_path):
+    client = EngineClient(CoreConfig(model_dir=str(tmp_path)))
+    client.start()
+    os.kill(client.core_pid, signal.SIGKILL)
+    await asyncio.wait_for(client.on_death.wait(), 10)
+    assert "signal 9" in client.fatal.error and "memory" in client.fatal.hint
 
 
 def test_config_defaults_are_consistent():
