@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MAX_JSON_BYTES = 256 * 1024 * 1024
 _FICLONE = 0x40049409  # linux/fs.h: share the extents of another file (btrfs, xfs)
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
+_LOCK_POLL_SECONDS = 0.1
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just done."""
@@ -56,18 +58,39 @@ def explain_os_errors(doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def locked(
+    path: Path, what: str, *, wait_seconds: float = 0, on_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Holds an exclusive flock on `path` (created if missing); the kernel drops it when the process dies, however it
-    dies. Raises BusyError at once if another process holds it."""
+    dies. If another process holds it: calls `on_wait` once and waits for at most `wait_seconds`, then BusyError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(f"{what} is being changed by another process", hint="wait for it to end") from None
+        if not _try_lock(fd) and not (wait_seconds > 0 and _wait_for_lock(fd, wait_seconds, on_wait)):
+            waited = f" (waited {wait_seconds:g} s)" if wait_seconds > 0 else ""
+            raise BusyError(f"{what} is being changed by another process{waited}", hint="wait for it to end")
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(fd: int, seconds: float, on_wait: Callable[[], None] | None) -> bool:
+    """Asks again and again: a blocking flock has no time limit."""
+    if on_wait:
+        on_wait()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_LOCK_POLL_SECONDS)
+        if _try_lock(fd):
+            return True
+    return False
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:

