@@ -10,7 +10,6 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError, BusyError, format_bytes
+from engine.errors import CheckpointError, EngineError
+from engine.jsonfile import read_json_object
 
 CHUNK_BYTES = 4 * 1024 * 1024
-MAX_JSON_BYTES = 256 * 1024 * 1024
 _FICLONE = 0x40049409  # linux/fs.h: share the extents of another file (btrfs, xfs)
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
@@ -55,6 +55,17 @@ def explain_os_errors(doing: str) -> Iterator[None]:
         where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise StoreError(f"{doing}: {reason}{where}", hint=_HINTS.get(error.errno or 0)) from error
+
+
+@contextlib.contextmanager
+def explain_engine_errors(doing: str = "") -> Iterator[None]:
+    """Turns an error of the engine inside into a StoreError with its words and hint."""
+    try:
+        yield
+    except EngineError as error:
+        cause = error.__cause__
+        hint = error.hint or (_HINTS.get(cause.errno or 0) if isinstance(cause, OSError) else None)
+        raise StoreError(f"{doing}: {error.message}" if doing else error.message, hint=hint) from error
 
 
 @contextlib.contextmanager
@@ -93,40 +104,10 @@ def _wait_for_lock(fd: int, seconds: float, on_wait: Callable[[], None] | None) 
     return False
 
 
-def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes: strict UTF-8, no duplicate keys, no NaN, bounded depth."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {key[:80]!r} appears twice")
-        return result
-
-    def no_constants(text: str) -> Any:
-        raise ValueError(f"{text} is not JSON")
-
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constants)
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{what} is not valid UTF-8 (byte {error.start})") from None
-    except RecursionError:
-        raise StoreError(f"{what} is nested too deeply") from None
-    except ValueError as error:
-        raise StoreError(f"{what} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise StoreError(f"{what} is a JSON {type(value).__name__}, expected an object")
-    return value
-
-
-def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a regular file of at most `limit` bytes."""
-    with open_regular(path) as fd, os.fdopen(os.dup(fd), "rb") as file:
-        raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise StoreError(f"{path.name} is larger than {format_bytes(limit)}, too large for what it should hold")
-    return parse_json(raw, path.name)
+def read_json(path: Path, *, limit: int) -> dict[str, Any]:
+    """The JSON object in a regular file of at most `limit` bytes, read as strictly as the engine reads its own."""
+    with explain_engine_errors():
+        return read_json_object(path, max_bytes=limit, error=CheckpointError)
 
 
 @contextlib.contextmanager

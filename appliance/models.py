@@ -23,7 +23,7 @@ from pathlib import Path
 
 from appliance.build import build_from_directory, build_package, meter, package_source
 from appliance.catalogue import CATALOGUE, Package
-from appliance.checkpoint import engine_check, scan
+from appliance.checkpoint import inspect, inspect_links, model_files
 from appliance.fsutil import StoreError, explain_os_errors, fsync_dir, locked, publish_dir
 from appliance.log import BusyError, Progress, UsageError
 from appliance.manifest import Manifest, describe_source, files_of, read_manifest
@@ -136,16 +136,14 @@ class ModelStore:
         name = check_name(source.resolve().name.lower() if name is None else name)
         if source.resolve().is_relative_to(self.root.resolve()):
             raise StoreError(f"{directory} is inside the model store {self.root}", hint="see `appliance model list`")
-        checkpoint = scan(source)
-        if not any((source / item).is_symlink() for item in checkpoint.files):  # else it is checked when copied
-            engine_check(source)
+        copied_links = not link and any((source / item).is_symlink() for item in model_files(source))
+        names = inspect_links(source) if copied_links else inspect(source).files
         with self._changing(name) as area:
             if os.path.lexists(self._directory(name)) and not replace:
                 raise StoreError(f"there is already a model {name!r}", hint="choose --name, or --replace it")
             with explain_os_errors(f"cannot add {directory}"):
                 target = area / "model"
                 target.mkdir(mode=0o755)
-                names = checkpoint.files
                 manifest = build_from_directory(source, names, target, name, link=link, progress=self.progress)
                 publish_dir(target, self._directory(name))
                 return manifest
