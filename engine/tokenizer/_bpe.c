@@ -42,8 +42,8 @@ typedef struct {
 
 static void workspace_free(workspace *w) {
     if (!w) return;
-    void *owned[] = {w->cache, w->ids.data, w->symbol, w->nodes, w->value, w->heap, w->piece.data,
-                     w->other.data, w->text.data, w->spare.data};
+    void *owned[] = {w->cache, w->ids.data, w->symbol, w->origin, w->nodes, w->heap, w->now.id, w->now.start, w->next.id,
+                     w->next.start, w->pair.id, w->pair.start, w->piece.data, w->other.data, w->text.data, w->spare.data};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     free(w);
 }
@@ -62,8 +62,9 @@ static workspace *workspace_take(Core *core) {
 }
 
 static void workspace_return(Core *core, workspace *w) {
-    w->bytes = w->capacity * 12 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
-               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
+    w->bytes = w->capacity * 5 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
+               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4 +
+               (w->now.capacity + w->next.capacity + w->pair.capacity) * 8;
     if (core->pooled == POOL_SIZE || core->pooled_bytes + w->bytes > KEEP_BYTES) {
         workspace_free(w);
         return;
