@@ -13,7 +13,7 @@
 #define WINDOW 2048 /* symbols of a long word that are merged at a time: about 100 KB of nodes and heap */
 #define NO_ORIGIN 0x80 /* not byte level: a symbol that is not an ASCII character */
 
-typedef struct { uint8_t length, count, unused[2]; uint32_t ids[CACHE_IDS]; uint8_t key[CACHE_KEY]; } cache_entry;
+typedef struct { uint8_t tag, count, unused[2]; uint32_t ids[CACHE_IDS]; uint8_t key[CACHE_KEY]; } cache_entry;
 
 /* All that decides ids; never changes after construction, so any number of threads may read it. */
 typedef struct {
@@ -308,18 +308,6 @@ static int merge_part(const model *m, workspace *w, const uint8_t *p, size_t n) 
     return emit(w, w->symbol, merge_short(m, w, w->symbol, w->origin, w->count, 0));
 }
 
-/* Appends the ids of one pre-token, cut first where no token reaches across. */
-static int merge_word(const model *m, workspace *w, const uint8_t *p, size_t n) {
-    size_t start = 0;
-    for (size_t i = 1; i < n; i++) {
-        uint32_t pair = (uint32_t)p[i - 1] << 8 | p[i];
-        if (m->inside[pair >> 3] >> (pair & 7) & 1) continue;
-        if (merge_part(m, w, p + start, i - start)) return -1;
-        start = i;
-    }
-    return merge_part(m, w, p + start, n - start);
-}
-
 /* Fills `inside` from the tokens that merges make. Where symbols are not the bytes of the text one by one (dropped
  * bytes, unknown tokens, a byte token that takes part in merges) every pair is marked: no cut. */
 static void mark_inside(model *m, const uint32_t *left, const uint32_t *right, const uint32_t *merged, size_t count) {
@@ -339,30 +327,64 @@ static void mark_inside(model *m, const uint32_t *left, const uint32_t *right, c
             m->inside[pair >> 3] |= (uint8_t)(1 << (pair & 7)); /* dropped bytes; the middle of a character */
 }
 
-/* Appends the ids of one pre-token to w->ids. */
-static int encode_word(const model *m, workspace *w, const uint8_t *p, size_t n) {
-    uint64_t h = hash_bytes(p, n, m->words.seed);
-    cache_entry *entry = n <= CACHE_KEY ? &w->cache[h >> (64 - CACHE_BITS)] : NULL;
-    w->work++;
-    if (entry && entry->length == n && same_bytes(entry->key, p, n)) {
-        for (int i = 0; i < entry->count; i++)
-            if (ids_add(&w->ids, entry->ids[i])) return -1;
-        return 0;
-    }
-    size_t start = w->ids.size;
-    int64_t whole = words_find(&m->words, p, n, h);
-    if (whole >= 0 && (m->ignore_merges || m->whole[whole])) {
-        if (ids_add(&w->ids, (uint32_t)whole)) return -1;
-    } else {
-        if (merge_word(m, w, p, n)) return -1;
-    }
+/* ---- words -------------------------------------------------------------------------------------------------------- */
+
+/* Words and parts of words repeat, so their ids are remembered. They are a function of the key (where spaces stand for
+ * U+2581 a key may hold either, which comes to the same) but for one thing: `ignore_merges` makes a whole word one token,
+ * never a part of one. `tag` is the length of a word, or part_tag of a part. */
+static inline uint8_t part_tag(const model *m, size_t n) { return (uint8_t)(n | (m->ignore_merges ? 0x80 : 0)); }
+
+static inline cache_entry *cache_slot(workspace *w, uint64_t h) { return &w->cache[h >> (64 - CACHE_BITS)]; }
+
+/* Appends the remembered ids of p[0..n-1] (n <= CACHE_KEY): 1, 0 if there are none, -1 without memory. */
+static inline int cache_get(workspace *w, const cache_entry *entry, const uint8_t *p, size_t n, uint8_t tag) {
+    if (entry->tag != tag || !same_bytes(entry->key, p, n)) return 0;
+    if (w->ids.size + CACHE_IDS > w->ids.capacity &&
+        grow((void **)&w->ids.data, &w->ids.capacity, w->ids.size + CACHE_IDS, sizeof(uint32_t))) return -1;
+    memcpy(w->ids.data + w->ids.size, entry->ids, sizeof(entry->ids)); /* all six: the size of a copy is then known */
+    w->ids.size += entry->count;
+    return 1;
+}
+
+static inline void cache_put(workspace *w, cache_entry *entry, const uint8_t *p, size_t n, uint8_t tag, size_t start) {
     size_t made = w->ids.size - start;
-    if (entry && made <= CACHE_IDS) {
-        entry->length = (uint8_t)n; entry->count = (uint8_t)made;
-        memcpy(entry->key, p, n);
-        memcpy(entry->ids, w->ids.data + start, made * sizeof(uint32_t));
-    }
+    if (made > CACHE_IDS) return;
+    entry->tag = tag; entry->count = (uint8_t)made;
+    memcpy(entry->key, p, n);
+    memcpy(entry->ids, w->ids.data + start, made * sizeof(uint32_t));
+}
+
+/* A part of a pre-token: across its ends nothing can merge. */
+static int encode_part(const model *m, workspace *w, const uint8_t *p, size_t n) {
+    if (n < 2 || n > CACHE_KEY) return merge_part(m, w, p, n);
+    cache_entry *entry = cache_slot(w, hash_bytes(p, n, m->words.seed));
+    int found = cache_get(w, entry, p, n, part_tag(m, n));
+    w->work++;
+    if (found) return found < 0 ? -1 : 0;
+    size_t start = w->ids.size;
+    if (merge_part(m, w, p, n)) return -1;
+    cache_put(w, entry, p, n, part_tag(m, n), start);
     return 0;
+}
+
+/* Appends the ids of one pre-token, cut first where no token reaches across. */
+static int merge_word(const model *m, workspace *w, const uint8_t *p, size_t n) {
+    size_t start = 0;
+    w->work += n;
+    for (size_t i = 1; i < n; i++) {
+        uint32_t pair = (uint32_t)p[i - 1] << 8 | p[i];
+        if (m->inside[pair >> 3] >> (pair & 7) & 1) continue;
+        if (encode_part(m, w, p + start, i - start)) return -1;
+        start = i;
+    }
+    return start ? encode_part(m, w, p + start, n - start) : merge_part(m, w, p, n);
+}
+
+/* Appends the ids of one pre-token, which is not remembered. */
+static int encode_new(const model *m, workspace *w, const uint8_t *p, size_t n, uint64_t h) {
+    int64_t whole = words_find(&m->words, p, n, h);
+    if (whole >= 0 && (m->ignore_merges || m->whole[whole])) return ids_add(&w->ids, (uint32_t)whole);
+    return merge_word(m, w, p, n);
 }
 
 /* Sets `whole`: for which tokens the merges lead back to the token itself. */
