@@ -32,7 +32,8 @@ typedef struct {
     norm_step steps[MAX_STEPS];
     int step_count, digits, split, max_numbers, prefix, meta_replace;
     byte_buffer prefix_text;
-    int raw_spaces, prefix_raw, newline_alone; /* see encode_raw_piece */
+    int raw_spaces, prefix_raw; /* see encode_raw_piece */
+    uint8_t raw_inside[8192]; /* model.inside for text where spaces stand for U+2581 */
     int32_t single[128]; /* the id of a word of one ASCII character, or -1 */
     PyObject **numbers; /* by id: its int, made when first needed */
     workspace *pool[POOL_SIZE];
@@ -59,7 +60,7 @@ static workspace *workspace_take(Core *core) {
         return w;
     }
     w = calloc(1, sizeof(workspace));
-    if (w && !(w->cache = calloc((size_t)1 << CACHE_BITS, sizeof(cache_entry)))) { free(w); w = NULL; }
+    if (w && !(w->cache = table_new(sizeof(cache_entry) << CACHE_BITS, 0))) { free(w); w = NULL; }
     if (!w) PyErr_NoMemory();
     return w;
 }
@@ -198,21 +199,20 @@ static int encode_piece(Core *core, workspace *w, const uint8_t *s, size_t n, in
 }
 
 /* The same as normalize_piece and encode_piece where all there is to do is to put U+2581 for spaces (`raw_spaces`):
- * words are cut from the text as it is, before a space that is not the second of two and not after a U+2581, and
- * around a newline if no token holds one. Only what is not remembered is rewritten. */
+ * words are cut from the text as it is, where no token reaches across. Only what is not remembered is rewritten. */
 static int encode_raw_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
     pending word = {0};
     size_t a = 0;
     int has = core->meta_replace && (s[0] == ' ' || is_meta(s, 0, n));
     if (core->prefix_raw || (!has && (core->prefix == PREFIX_ALWAYS || (core->prefix == PREFIX_FIRST && at_start)))) {
-        a = scan_raw(s, 0, n, core->newline_alone, &w->work);
+        a = scan_meeting(s, 0, n, core->raw_inside, &w->work);
         w->piece.size = 0;
         if (bytes_add(&w->piece, meta_text.data, meta_text.size) || append_replaced(&w->piece, s, a, &space_text, &meta_text) ||
             encode_new(&core->model, w, w->piece.data, w->piece.size,
                        hash_bytes(w->piece.data, w->piece.size, core->model.words.seed))) return -1;
     }
     while (a < n) {
-        size_t end = scan_raw(s, a, n, core->newline_alone, &w->work);
+        size_t end = scan_meeting(s, a, n, core->raw_inside, &w->work);
         if (next_word(core, w, &word, s + a, end - a)) return -1;
         a = end;
     }
@@ -262,7 +262,8 @@ static PyObject *Core_encode(Core *self, PyObject *args) {
                         self->raw_spaces ? encode_raw_piece : normalize_piece);
     if (saved) PyEval_RestoreThread(saved);
     if (failed) PyErr_NoMemory();
-    else list = PyList_New((Py_ssize_t)w->ids.size);
+    else if ((list = PyList_New((Py_ssize_t)w->ids.size)))
+        few_faults(((PyListObject *)list)->ob_item, w->ids.size * sizeof(PyObject *));
     for (size_t i = 0; list && i < w->ids.size; i++) {
         PyObject *number = number_of(self, w->ids.data[i]);
         if (!number) { Py_CLEAR(list); break; }
@@ -371,10 +372,11 @@ static int mark_words(Core *self, workspace *w) {
     self->raw_spaces = self->split == SPLIT_META_RUNS && !self->digits && self->normalized.nodes == 1 &&
                        ((replaces && !self->meta_replace && !wanted) || (!self->step_count && self->meta_replace)) &&
                        (!wanted || (prefix->size == 3 && is_meta(prefix->data, 0, 3)));
-    self->newline_alone = 1;
+    memcpy(self->raw_inside, m->inside, sizeof(m->inside));
     for (uint32_t x = 0; x < 256; x++) {
-        uint32_t before = x << 8 | '\n', after = '\n' << 8 | x;
-        if ((m->inside[before >> 3] >> (before & 7) | m->inside[after >> 3] >> (after & 7)) & 1) self->newline_alone = 0;
+        /* before a space: SPLIT_META_RUNS says that tokens reach only from one U+2581 to the next (0x81 is its end) */
+        set_bit(self->raw_inside, x << 8 | ' ', x == ' ' || x == 0x81);
+        if (x != ' ') set_bit(self->raw_inside, ' ' << 8 | x, bit_at(m->inside, 0x81 << 8 | x));
     }
     for (int c = 0; c < 128; c++) {
         const byte_buffer word = self->raw_spaces && c == ' ' ? meta_text : (byte_buffer){(uint8_t[]){(uint8_t)c}, 1, 1};

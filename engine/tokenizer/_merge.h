@@ -320,11 +320,11 @@ static void mark_inside(model *m, const uint32_t *left, const uint32_t *right, c
     for (size_t i = 0; i < count; i++)
         for (uint32_t k = m->words.offset[merged[i]]; k + 1 < m->words.offset[merged[i] + 1]; k++) {
             uint32_t pair = (uint32_t)m->words.blob[k] << 8 | m->words.blob[k + 1];
-            m->inside[pair >> 3] |= (uint8_t)(1 << (pair & 7));
+            set_bit(m->inside, pair, 1);
         }
     for (uint32_t pair = 0; pair < 65536; pair++)
         if (m->byte_level ? m->byte_ids[pair >> 8] < 0 || m->byte_ids[pair & 255] < 0 : (pair & 0xc0) == 0x80)
-            m->inside[pair >> 3] |= (uint8_t)(1 << (pair & 7)); /* dropped bytes; the middle of a character */
+            set_bit(m->inside, pair, 1); /* dropped bytes; the middle of a character */
 }
 
 /* ---- words -------------------------------------------------------------------------------------------------------- */
@@ -373,7 +373,7 @@ static int merge_word(const model *m, workspace *w, const uint8_t *p, size_t n) 
     w->work += n;
     for (size_t i = 1; i < n; i++) {
         uint32_t pair = (uint32_t)p[i - 1] << 8 | p[i];
-        if (m->inside[pair >> 3] >> (pair & 7) & 1) continue;
+        if (bit_at(m->inside, pair)) continue;
         if (encode_part(m, w, p + start, i - start)) return -1;
         start = i;
     }

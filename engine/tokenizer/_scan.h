@@ -133,34 +133,10 @@ static inline size_t scan_word(const uint8_t *s, size_t a, size_t end, int split
     return stop;
 }
 
-/* Which of eight bytes are zero: the lowest bit of the result belongs to the first of them (bits above may be false). */
-static inline uint64_t zero_bytes(uint64_t x) { return (x - 0x0101010101010101ull) & ~x & 0x8080808080808080ull; }
-
-/* The first space in s[a..end-1], or newline if `newline`. */
-static inline size_t find_space(const uint8_t *s, size_t a, size_t end, int newline) {
-    while (a + 8 <= end) {
-        uint64_t x;
-        memcpy(&x, s + a, 8);
-        x = zero_bytes(x ^ 0x2020202020202020ull) | (newline ? zero_bytes(x ^ 0x0a0a0a0a0a0a0a0aull) : 0);
-        if (x && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) return a + (size_t)__builtin_ctzll(x) / 8;
-        if (x) break;
-        a += 8;
-    }
-    while (a < end && s[a] != ' ' && !(newline && s[a] == '\n')) a++;
-    return a;
-}
-
-/* SPLIT_META_RUNS where spaces stand for U+2581, but for the few words that stay in one piece because a U+2581 of the
- * text is in them (0x81 is its last byte). `newline`: a newline is a word of its own. */
-static inline size_t scan_raw(const uint8_t *s, size_t a, size_t end, int newline, uint64_t *work) {
-    size_t stop = a;
-    if (newline && s[a] == '\n') return a + 1;
-    while (stop < end && s[stop] == ' ') stop++;
-    for (;;) {
-        stop = find_space(s, stop, end, newline);
-        if (stop == end || s[stop] == '\n' || s[stop - 1] != 0x81) break;
-        while (stop < end && s[stop] == ' ') stop++;
-    }
+/* The end of the stretch at `a` in which all neighbours may meet: bit (first byte << 8 | second byte) of `meet`. */
+static inline size_t scan_meeting(const uint8_t *s, size_t a, size_t end, const uint8_t *meet, uint64_t *work) {
+    size_t stop = a + 1;
+    while (stop < end && meet[s[stop - 1] << 5 | s[stop] >> 3] >> (s[stop] & 7) & 1) stop++;
     *work += stop - a;
     return stop;
 }
