@@ -1,8 +1,12 @@
 /* engine.tokenizer._bpe: the compiled encoder. One type, Core, built by core.py from a Spec; pure.py is its oracle.
  *
  * encode: added tokens -> normalizer -> added tokens again -> pre-tokens (_scan.h) -> merges (_merge.h). Everything is
- * linear in the text; only a vocabulary made for it can make a long pre-token O(n log n) (merge_long). The GIL is released for texts of
- * RELEASE_BYTES and more; a Core is immutable, and every call works in a workspace of its own, taken from a small pool.
+ * linear in the text; only a vocabulary made for it can make a long pre-token O(n log n) (merge_long). The GIL is
+ * released for texts of RELEASE_BYTES and more; a Core is immutable, and every call works in a workspace of its own,
+ * taken from a small pool.
+ *
+ * Memory kept between calls: per workspace (POOL_SIZE at most) a cache of 2 MiB, KEEP_BYTES of buffers for all of them,
+ * 40 bytes for each token that has ever come out. During a call: 4 bytes for each id, and a copy of the normalized text.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,7 +20,7 @@
 
 #define RELEASE_BYTES 2048
 #define POOL_SIZE 4
-#define KEEP_BYTES (64u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
+#define KEEP_BYTES (32u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
 #define MAX_STEPS 16
 
 enum { STEP_PREPEND, STEP_REPLACE, STEP_NFC };
@@ -222,6 +226,7 @@ static int encode_raw_piece(Core *core, workspace *w, const uint8_t *s, size_t n
 static int normalize_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
     for (int i = 0; i < core->step_count; i++) {
         const norm_step *step = &core->steps[i];
+        w->work += n;
         if (!n || (step->kind == STEP_NFC && nfc_quick_check(s, n))) continue;
         byte_buffer out = w->other; /* the two buffers take turns: `s` may lie in w->piece */
         out.size = 0;
@@ -249,8 +254,9 @@ static inline PyObject *number_of(Core *self, uint32_t id) {
 
 static PyObject *Core_encode(Core *self, PyObject *args) {
     const char *text; Py_ssize_t size; int parse_special = 1, failed;
-    PyObject *source, *list = NULL;
-    if (!PyArg_ParseTuple(args, "U|p", &source, &parse_special)) return NULL;
+    PyObject *source, *before = NULL, *after = NULL, *list = NULL;
+    if (!PyArg_ParseTuple(args, "U|pO!O!", &source, &parse_special, &PyTuple_Type, &before, &PyTuple_Type, &after)) return NULL;
+    Py_ssize_t first = before ? PyTuple_GET_SIZE(before) : 0, last = after ? PyTuple_GET_SIZE(after) : 0;
     if (!(text = PyUnicode_AsUTF8AndSize(source, &size))) return NULL; /* lone surrogates: UnicodeEncodeError */
     if (size >= INT32_MAX / 4) { PyErr_SetString(PyExc_OverflowError, "text of 512 MiB or more"); return NULL; }
     workspace *w = workspace_take(self);
@@ -262,12 +268,16 @@ static PyObject *Core_encode(Core *self, PyObject *args) {
                         self->raw_spaces ? encode_raw_piece : normalize_piece);
     if (saved) PyEval_RestoreThread(saved);
     if (failed) PyErr_NoMemory();
-    else if ((list = PyList_New((Py_ssize_t)w->ids.size)))
-        few_faults(((PyListObject *)list)->ob_item, w->ids.size * sizeof(PyObject *));
+    else if ((list = PyList_New(first + (Py_ssize_t)w->ids.size + last))) {
+        PyObject **item = ((PyListObject *)list)->ob_item;
+        few_faults(item, w->ids.size * sizeof(PyObject *));
+        for (Py_ssize_t i = 0; i < first; i++) item[i] = Py_NewRef(PyTuple_GET_ITEM(before, i));
+        for (Py_ssize_t i = 0; i < last; i++) item[first + (Py_ssize_t)w->ids.size + i] = Py_NewRef(PyTuple_GET_ITEM(after, i));
+    }
     for (size_t i = 0; list && i < w->ids.size; i++) {
         PyObject *number = number_of(self, w->ids.data[i]);
         if (!number) { Py_CLEAR(list); break; }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, number);
+        PyList_SET_ITEM(list, first + (Py_ssize_t)i, number);
     }
     self->last_work = (unsigned long long)w->work;
     workspace_return(self, w);
@@ -444,13 +454,13 @@ static void Core_dealloc(Core *self) {
 }
 
 static PyMethodDef Core_methods[] = {
-    {"encode", (PyCFunction)Core_encode, METH_VARARGS, "encode(text, parse_special=True) -> list of ids"},
+    {"encode", (PyCFunction)Core_encode, METH_VARARGS, "encode(text, parse_special=True, before=(), after=()) -> [*before, *ids, *after]"},
     {"nfc", (PyCFunction)Core_nfc, METH_O | METH_STATIC, "nfc(text) -> text in Normalization Form C (Unicode 9.0)"},
     {"char_flags", (PyCFunction)Core_flags, METH_O | METH_STATIC, "char_flags(code point) -> property bits"},
     {NULL}};
 
 static PyMemberDef Core_members[] = {
-    {"last_work", T_ULONGLONG, offsetof(Core, last_work), READONLY, "look-ups, merges and heap moves of the last encode"},
+    {"last_work", T_ULONGLONG, offsetof(Core, last_work), READONLY, "bytes looked at, look-ups, merges and heap moves of the last encode"},
     {NULL}};
 
 static PyType_Slot Core_slots[] = {
