@@ -105,7 +105,7 @@ class Tokenizer:
             raise TextError(f"the text is too long: {e}") from e
 
     def work(self) -> int:
-        """Bytes looked at, look-ups, merges and heap moves of the last encode by the compiled core: a clock for tests."""
+        """Bytes looked at, look-ups, merges and heap moves of the last encode (compiled core): a clock for tests."""
         return int(getattr(self._encoder, "last_work", 0))
 
     # ---- ids -> text ------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Tokenizer speed, beside the peers, in one run: python -m tests.bench.bench_tokenizer [--json] [TOKENIZER ...]
 
 MB/s (10**6 bytes of UTF-8) on one thread of `tokenizers`, `tiktoken` (an Encoding made from the mergeable ranks of the
-same file) and ours; then the worst time(2n)/time(n) of
-the hostile inputs, from 50 000 characters up. Best of several runs, in thread CPU time, so that a busy machine hurts all of them alike.
+same file) and ours; then the worst time(2n)/time(n) of the hostile inputs, from 50 000 characters up. Best of several
+runs, in thread CPU time, so that a busy machine hurts all of them alike.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ NO_REGEX = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True
 
 def with_merges(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     data = tiny(pre_tokenizer=NO_REGEX)
-    vocab = {token: at for token, at in data["model"]["vocab"].items() if at < 256}
+    vocab: dict[str, int] = {token: at for token, at in data["model"]["vocab"].items() if at < 256}
     for a, b in pairs:
         vocab.setdefault(a + b, len(vocab))
     data["model"] |= {"vocab": vocab, "merges": [f"{a} {b}" for a, b in pairs]}
