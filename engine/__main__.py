@@ -6,10 +6,15 @@ import os
 import signal
 import sys
 
-for _signal in (signal.SIGTERM, signal.SIGINT):
+for _signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(_signal, lambda *_: os._exit(0))  # nothing is open yet
+for _fd in (0, 1, 2):  # closed by whoever started us: the next file opened would become our standard error
+    try:
+        os.fstat(_fd)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)
 
-from engine.serve import main  # noqa: E402  # after the handlers on purpose
+from engine.serve import main  # noqa: E402  # after that on purpose
 
 if __name__ == "__main__":
     sys.exit(main())

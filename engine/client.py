@@ -149,7 +149,7 @@ class EngineClient:
         arguments = msgspec.json.encode({"core": self.core_config, "fds": fds}).decode()
         # engine-core leaves when we say so, never by a signal meant for the whole terminal or scope: it starts with
         # them blocked (a mask survives exec) and ignores them once it runs.
-        ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         try:
             self._process = subprocess.Popen(
                 [*python_module("engine.core"), arguments], env=python_env(), pass_fds=fds, stdin=subprocess.DEVNULL

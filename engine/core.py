@@ -92,6 +92,7 @@ class CoreProcess:
         for fd, event in self._poll.poll(seconds * 1000):
             if fd == self._alive_fd and event & (select.POLLHUP | select.POLLERR):
                 log_event(log, logging.ERROR, "core_orphaned", "engine-api is gone, leaving")
+                logging.shutdown()
                 os._exit(3)
 
     def _receive(self, engine: Engine) -> None:
@@ -132,7 +133,8 @@ def main() -> int:
     # systemd sends SIGTERM to the whole scope: engine-api decides when we stop, after the requests in flight.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan even in the middle of a long step
     fds: list[int] = arguments["fds"]
     config = msgspec.convert(arguments["core"], CoreConfig)

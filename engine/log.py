@@ -7,17 +7,21 @@ journald protocol: systemd.io/JOURNAL_NATIVE_PROTOCOL.
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
+import select
 import socket
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+MAX_WAITING_LINES = 10_000
+FLUSH_SECONDS = 1.0  # at the end of the process, for a reader that is slow
 JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
 _PRIORITY = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 
@@ -60,12 +64,90 @@ class JsonFormatter(logging.Formatter):
         return _encode(record_fields(record)).decode()
 
 
+class LineWriter:
+    """Writes lines to a file descriptor from a thread of its own. Whoever reads our log may stop reading (a full pipe,
+    a paused terminal, a hung log driver): then lines are dropped and counted, and nothing here ever waits for it."""
+
+    def __init__(self, fd: int, max_lines: int = MAX_WAITING_LINES) -> None:
+        self._fd, self._max_lines = fd, max_lines
+        self._lines: collections.deque[bytes] = collections.deque()
+        self._lost = 0
+        self._wake = threading.Condition()
+        self._busy = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        data = line.encode("utf-8", "replace") + b"\n"
+        with self._wake:
+            if len(self._lines) >= self._max_lines:
+                self._lost += 1
+                return
+            self._lines.append(data)
+            self._wake.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything is written, at most so long."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._lines and not self._busy, seconds)
+
+    def close(self) -> None:
+        self.flush(FLUSH_SECONDS)
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
+                data = self._lines.popleft()
+                self._busy = True
+                if self._lost and not self._lines:  # there is room again
+                    lost, self._lost = self._lost, 0
+                    text = f"{lost} lines were lost: nobody read the log"
+                    data += _encode({"level": "warning", "event": "log_lost", "msg": text, "lost": lost}) + b"\n"
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # the descriptor was made non-blocking by somebody who shares it
+                select.select([], [self._fd], [], 1.0)
+                with self._wake:
+                    self._lines.appendleft(data)
+            except OSError:
+                pass  # a closed pipe or a full disk: there is no other place to say so
+
+
+class LineHandler(logging.Handler):
+    """JSON lines through a LineWriter."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.put(self.format(record))
+
+    def flush(self) -> None:
+        pass  # called from the event loop too; close() waits, at the end
+
+    def close(self) -> None:
+        self._writer.close()
+        super().close()
+
+
 class JournalHandler(logging.Handler):
     """Sends records to journald over its datagram socket: req_id becomes APPLIANCE_REQ_ID, event APPLIANCE_EVENT, and
     so on, so that `journalctl APPLIANCE_REQ_ID=...` shows one request through all layers."""
 
-    def __init__(self, path: Path = JOURNAL_SOCKET, identifier: str = "appliance") -> None:
+    def __init__(self, path: Path = JOURNAL_SOCKET, identifier: str = "appliance", fallback_fd: int = 2) -> None:
         super().__init__()
+        self._fallback = LineWriter(fallback_fd)
         self._identifier = identifier
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)  # a stuck journal must not stop the event loop
@@ -76,9 +158,10 @@ class JournalHandler(logging.Handler):
             self._socket.send(journal_datagram(record, self._identifier))
         except OSError:
             # Full buffer or a record over the datagram limit: stderr still reaches the journal.
-            sys.stderr.write(JsonFormatter().format(record) + "\n")
+            self._fallback.put(JsonFormatter().format(record))
 
     def close(self) -> None:
+        self._fallback.close()
         self._socket.close()
         super().close()
 
@@ -113,8 +196,7 @@ def setup_logging(level: str = "INFO", *, identifier: str = "appliance") -> None
     if _stderr_is_journal():
         handler = JournalHandler(identifier=identifier)
     else:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonFormatter())
+        handler = LineHandler(LineWriter(2))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -124,7 +206,7 @@ def _stderr_is_journal() -> bool:
     """systemd.exec(5): $JOURNAL_STREAM holds device:inode of stderr when it is the journal."""
     stream = os.environ.get("JOURNAL_STREAM", "")
     try:
-        status = os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError):
+        status = os.fstat(2)
+    except OSError:
         return False
     return stream == f"{status.st_dev}:{status.st_ino}" and JOURNAL_SOCKET.exists()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+import stat
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -47,9 +49,12 @@ class KeyStore:
 def read_key_file(path: Path) -> list[tuple[bytes, str]]:
     """Parse a key file; ConfigError names the line."""
     try:
-        with path.open("rb") as file:
+        # Non-blocking, and regular files only: a reload must not wait for somebody to write into a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"the key file {path} is no regular file", hint="write the keys into a plain file")
             data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read the key file {path}: {exc}", hint="it must be readable UTF-8 text") from exc
     if len(data) > _MAX_FILE_BYTES:

@@ -110,9 +110,13 @@ async def listening(
         if host is not None:
             context = tls_context(service.config)
             name = host.removeprefix("[").removesuffix("]")
+            late = service.config.timeouts.header if context is not None else None
             servers.append(
-                await loop.create_server(connection, name, port, ssl=context, backlog=_BACKLOG, reuse_address=True)
-            )
+                await loop.create_server(
+                    connection, name, port, ssl=context, ssl_handshake_timeout=late, backlog=_BACKLOG,
+                    reuse_address=True,
+                )
+            )  # fmt: skip
             addresses += [sock.getsockname() for sock in servers[-1].sockets]
         if unix_path is not None:
             sock = _unix_socket(unix_path)

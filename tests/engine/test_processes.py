@@ -341,6 +341,23 @@ def test_a_stray_module_in_the_current_directory_is_not_run(model_dir: Path, tmp
     assert result.returncode == 4 and "stray" not in result.stderr
 
 
+async def test_hangup_of_the_whole_group_reloads_keys_and_ends_nobody(server: Server) -> None:
+    """A closed terminal or `kill -HUP -PGID` reaches engine-core too."""
+    core = core_of(server)
+    for process in (core, psutil.Process(server.process.pid)):
+        process.send_signal(signal.SIGHUP)
+    async with aiohttp.ClientSession() as session:
+        assert (await complete(session, server))[0] == 200
+    assert core.is_running()
+
+
+def test_closed_standard_files_are_no_reason_to_die_silently(model_dir: Path) -> None:
+    """`2>&-` and some supervisors: without care the next descriptor becomes standard error."""
+    command = [*python_module("engine"), "--model-dir", str(model_dir), "--port", "0", "--host", "0.0.0.0"]
+    closed = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    assert subprocess.run([*closed, *command], env=python_env(), timeout=60).returncode == 4
+
+
 def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:
     import socket
 

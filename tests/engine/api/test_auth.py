@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from engine.api.app import build_app
-from engine.api.auth import KeyStore, bearer
+from engine.api.auth import KeyStore, bearer, read_key_file
 from engine.api.config import check_bind, is_loopback, tls_context
 from engine.api.routes import ROUTES, Access
 from engine.api.server import listening, run_server
@@ -360,3 +360,19 @@ async def test_keys_never_reach_the_log(make_endpoint, keys, caplog):
     assert '"key": "alice"' in text
     for secret in ("topsecret", "wrongkey", '"one"', "bob"):
         assert secret not in text
+
+
+def test_a_key_file_that_is_no_file_is_refused_at_once(tmp_path):
+    """Reading a pipe waits for a writer, and a reload happens on the event loop."""
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="regular file"):
+        read_key_file(pipe)
+    with pytest.raises(ConfigError, match=r"regular file|directory"):
+        read_key_file(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_key(tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbf" + b"ab" * 32 + b" me\n")
+    assert [label for _, label in read_key_file(path)] == ["me"]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -83,7 +89,7 @@ def test_field_names_are_legal():
         assert name.replace("_", "").isalnum() and name.isascii() and name == name.upper()
 
 
-def test_a_full_journal_falls_back_to_stderr(tmp_path, capsys):
+def test_a_full_journal_falls_back_to_stderr(tmp_path, capfd):
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(path))
@@ -91,10 +97,10 @@ def test_a_full_journal_falls_back_to_stderr(tmp_path, capsys):
         for _ in range(2000):  # nobody reads
             handler.emit(record("x" * 1000))
         handler.close()
-    assert "something" in capsys.readouterr().err
+    assert "something" in capfd.readouterr().err
 
 
-def test_setup(monkeypatch, capsys):
+def test_setup(monkeypatch, capfd):
     monkeypatch.setenv("JOURNAL_STREAM", "0:0")
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
@@ -102,10 +108,11 @@ def test_setup(monkeypatch, capsys):
         log.setup_logging("info")
         log_event(logging.getLogger("engine.x"), logging.INFO, "started", port=1)
         logging.getLogger("engine.x").debug("not shown")
+        root.handlers[0].close()
     finally:
         root.handlers[:] = before
         root.setLevel(level)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["started"]
     assert json.loads(lines[0])["port"] == 1
 
@@ -167,3 +174,40 @@ async def test_a_client_that_leaves_is_logged_as_499(make_endpoint, caplog):
             break
         await asyncio.sleep(0.01)
     assert [line["status"] for line in entries(caplog, "http_request")] == [499]
+
+
+def test_a_reader_that_stops_reading_stops_nobody():
+    """A full pipe behind the log (a paused terminal, a hung log driver) blocked the event loop and all requests."""
+    reading, writing = os.pipe()
+    writer = log.LineWriter(writing, max_lines=50)
+    finished = threading.Event()
+
+    def flood():
+        for number in range(5000):
+            writer.put(f"{number} " + "x" * 100)
+        finished.set()
+
+    threading.Thread(target=flood, daemon=True).start()
+    assert finished.wait(10), "put() waits for the reader"
+    os.set_blocking(reading, False)
+    got, seen, lost = b"", [], 0
+    for _ in range(500):
+        with contextlib.suppress(BlockingIOError):
+            got += os.read(reading, 1 << 16)
+        lines = got.decode().splitlines()
+        lost = sum(json.loads(line)["lost"] for line in lines if "log_lost" in line and line.endswith("}"))
+        seen = [int(line.split()[0]) for line in lines if line.endswith("x" * 100)]
+        if lost + len(seen) == 5000:
+            break
+        time.sleep(0.01)
+    assert lost + len(seen) == 5000 and lost > 0
+    assert seen == sorted(seen) and seen[0] == 0
+    writer.close()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_what_was_logged_is_written_before_the_process_ends():
+    code = "import logging; from engine.log import setup_logging; setup_logging(); logging.getLogger('a').error('last')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert json.loads(result.stderr)["msg"] == "last"
