@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+import stat
+import threading
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -19,6 +22,7 @@ class KeyStore:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._keys: list[tuple[bytes, str]] = []
+        self._lock = threading.Lock()
         self.reload()
 
     def __len__(self) -> int:
@@ -30,9 +34,10 @@ class KeyStore:
         return self._path is not None
 
     def reload(self) -> None:
-        """Read the file again; on an error the keys in force stay in force and ConfigError is raised."""
+        """Read the file again; on an error the keys in force stay in force and ConfigError is raised. Thread-safe."""
         if self._path is not None:
-            self._keys = read_key_file(self._path)
+            with self._lock:  # what was read last is what counts
+                self._keys = read_key_file(self._path)
 
     def match(self, key: str) -> str | None:
         """Label of the matching key or None. Looks at every key, so that timing does not tell which one was near."""
@@ -47,9 +52,11 @@ class KeyStore:
 def read_key_file(path: Path) -> list[tuple[bytes, str]]:
     """Parse a key file; ConfigError names the line."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a FIFO would make us wait for its writer
+                raise ConfigError(f"the key file {path} is no regular file", hint="name a file of lines of sha256 hex")
             data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read the key file {path}: {exc}", hint="it must be readable UTF-8 text") from exc
     if len(data) > _MAX_FILE_BYTES:
