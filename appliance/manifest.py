@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import __version__
-from appliance.checkpoint import Checkpoint, is_plain_name
+from appliance.checkpoint import Checkpoint
 from appliance.fsutil import StoreError, read_json
 
 MANIFEST_NAME = "manifest.json"
@@ -109,6 +109,17 @@ def _check(manifest: Manifest, path: Path, name: str) -> None:
         hashed = isinstance(entry.sha256, str) and _SHA256.fullmatch(entry.sha256)
         if not (is_plain_name(file_name) and sized and hashed):
             raise StoreError(f"{path} is damaged: the entry of {file_name!r} is invalid")
+
+
+def is_plain_name(name: Any) -> bool:
+    """True for a file name without directory parts, control characters or a leading dot."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name.encode("utf-8", "surrogatepass")) <= 255
+        and name.isprintable()
+        and "/" not in name
+        and not name.startswith(".")
+    )
 
 
 def files_of(directory: Path, source: Mapping[str, Any]) -> Path:

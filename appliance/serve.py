@@ -35,7 +35,7 @@ def engine_command(model: str, *, backend: str, host: str, port: int, extra: tup
     else:
         store = ModelStore(progress=Progress())
         if model in store.catalogue:
-            store.pull(model)  # does nothing when it is there and complete
+            store.pull(model)  # does nothing when it is complete; waits while another process pulls it
         directory, name = store.path(model), model
     return [
         *python_module("engine"),

@@ -139,7 +139,7 @@ async def serve(args: argparse.Namespace) -> int:
         max_queued_requests=args.max_queued_requests,
         max_queued_prompt_tokens=args.max_queued_prompt_tokens,
     )
-    _check_vocabulary(model, tokenizer)
+    check_vocabulary(model, tokenizer)
     _warn(config, tokenizer)
     watching: list[asyncio.Task[None]] = []
 
@@ -168,7 +168,7 @@ async def serve(args: argparse.Namespace) -> int:
     return status
 
 
-def _check_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Ids beyond the embedding can never be used; a special token among them means that these files do not belong
     together."""
     if tokenizer.vocab_size <= model.vocab_size:

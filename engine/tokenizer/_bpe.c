@@ -1,8 +1,12 @@
 /* engine.tokenizer._bpe: the compiled encoder. One type, Core, built by core.py from a Spec; pure.py is its oracle.
  *
  * encode: added tokens -> normalizer -> added tokens again -> pre-tokens (_scan.h) -> merges (_merge.h). Everything is
- * linear in the text but for the heap of a very long pre-token, which is O(n log n). The GIL is released for texts of
- * RELEASE_BYTES and more; a Core is immutable, and every call works in a workspace of its own, taken from a small pool.
+ * linear in the text; only a vocabulary made for it can make a long pre-token O(n log n) (merge_long). The GIL is
+ * released for texts of RELEASE_BYTES and more; a Core is immutable, and every call works in a workspace of its own,
+ * taken from a small pool.
+ *
+ * Memory kept between calls: per workspace (POOL_SIZE at most) a cache of 2 MiB, KEEP_BYTES of buffers for all of them,
+ * 40 bytes for each token that has ever come out. During a call: 4 bytes for each id, and a copy of the normalized text.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,7 +20,7 @@
 
 #define RELEASE_BYTES 2048
 #define POOL_SIZE 4
-#define KEEP_BYTES (64u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
+#define KEEP_BYTES (32u << 20) /* what the pool may hold on to besides the caches; anything more is freed after the call */
 #define MAX_STEPS 16
 
 enum { STEP_PREPEND, STEP_REPLACE, STEP_NFC };
@@ -32,6 +36,10 @@ typedef struct {
     norm_step steps[MAX_STEPS];
     int step_count, digits, split, max_numbers, prefix, meta_replace;
     byte_buffer prefix_text;
+    int raw_spaces, prefix_raw; /* see encode_raw_piece */
+    uint8_t raw_inside[8192]; /* model.inside for text where spaces stand for U+2581 */
+    int32_t single[128]; /* the id of a word of one ASCII character, or -1 */
+    PyObject **numbers; /* by id: its int, made when first needed */
     workspace *pool[POOL_SIZE];
     int pooled;
     size_t pooled_bytes;
@@ -42,8 +50,8 @@ typedef struct {
 
 static void workspace_free(workspace *w) {
     if (!w) return;
-    void *owned[] = {w->cache, w->ids.data, w->symbol, w->nodes, w->value, w->heap, w->piece.data,
-                     w->other.data, w->text.data, w->spare.data};
+    void *owned[] = {w->cache, w->ids.data, w->symbol, w->origin, w->nodes, w->heap, w->now.id, w->now.start, w->next.id,
+                     w->next.start, w->pair.id, w->pair.start, w->piece.data, w->other.data, w->text.data, w->spare.data};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     free(w);
 }
@@ -56,14 +64,15 @@ static workspace *workspace_take(Core *core) {
         return w;
     }
     w = calloc(1, sizeof(workspace));
-    if (w && !(w->cache = calloc((size_t)1 << CACHE_BITS, sizeof(cache_entry)))) { free(w); w = NULL; }
+    if (w && !(w->cache = table_new(sizeof(cache_entry) << CACHE_BITS, 0))) { free(w); w = NULL; }
     if (!w) PyErr_NoMemory();
     return w;
 }
 
 static void workspace_return(Core *core, workspace *w) {
-    w->bytes = w->capacity * 12 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
-               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4;
+    w->bytes = w->capacity * 5 + w->node_capacity * sizeof(node) + w->heap_capacity * 8 + w->piece.capacity +
+               w->other.capacity + (w->ids.capacity + w->text.capacity + w->spare.capacity) * 4 +
+               (w->now.capacity + w->next.capacity + w->pair.capacity) * 8;
     if (core->pooled == POOL_SIZE || core->pooled_bytes + w->bytes > KEEP_BYTES) {
         workspace_free(w);
         return;
@@ -80,9 +89,15 @@ typedef int (*piece_function)(Core *, workspace *, const uint8_t *, size_t, int 
 static int each_piece(Core *core, workspace *w, const trie *t, const uint8_t *s, size_t end, int parse_special,
                       int at_start, piece_function piece) {
     size_t start = 0, at = 0, white_until = 0;
+    w->work += end;
     while (t->nodes > 1 && at < end) {
         int64_t token = -1;
         size_t n;
+        if (t->only) { /* all of them start alike */
+            const uint8_t *found = memchr(s + at, t->only, end - at);
+            if (!found) break;
+            at = (size_t)(found - s);
+        }
         if (!t->starts[s[at]] || !(n = trie_match(t, w, s, at, end, &token))) { at++; continue; }
         size_t first = at, last = at + n;
         uint32_t bytes;
@@ -121,9 +136,50 @@ static int append_replaced(byte_buffer *out, const uint8_t *s, size_t n, const b
     return bytes_add(out, s + start, n - start);
 }
 
+static const byte_buffer space_text = {(uint8_t *)" ", 1, 1}, meta_text = {(uint8_t *)"\xe2\x96\x81", 3, 3};
+
+/* A word that has been cut from the text; its cache line is on the way. */
+typedef struct { const uint8_t *p; size_t n; uint64_t hash; } pending;
+
+static int encode_miss(Core *core, workspace *w, const pending *word) {
+    const uint8_t *p = word->p;
+    size_t n = word->n, start = w->ids.size;
+    uint64_t h = word->hash;
+    if (core->raw_spaces && memchr(p, ' ', n)) {
+        w->piece.size = 0;
+        if (append_replaced(&w->piece, p, n, &space_text, &meta_text)) return -1;
+        p = w->piece.data; n = w->piece.size;
+        h = hash_bytes(p, n, core->model.words.seed);
+    }
+    if (encode_new(&core->model, w, p, n, h)) return -1;
+    if (word->n <= CACHE_KEY) cache_put(w, cache_slot(w, word->hash), word->p, word->n, (uint8_t)word->n, start);
+    return 0;
+}
+
+static inline int finish_word(Core *core, workspace *w, const pending *word) {
+    if (!word->n) return 0;
+    const cache_entry *entry = cache_slot(w, word->hash);
+    int found = word->n <= CACHE_KEY ? cache_get(w, entry, word->p, word->n, (uint8_t)word->n) : 0;
+    return found ? (found < 0 ? -1 : 0) : encode_miss(core, w, word);
+}
+
+/* Encodes the word before this one, while the memory that this one needs is fetched. */
+static inline int next_word(Core *core, workspace *w, pending *word, const uint8_t *p, size_t n) {
+    w->work++;
+    if (n == 1 && *p < 0x80 && core->single[*p] >= 0) {
+        if (finish_word(core, w, word)) return -1;
+        word->n = 0;
+        return ids_add(&w->ids, (uint32_t)core->single[*p]);
+    }
+    pending next = {p, n, hash_bytes(p, n, core->model.words.seed)};
+    if (n <= CACHE_KEY) __builtin_prefetch(cache_slot(w, next.hash));
+    int failed = finish_word(core, w, word);
+    *word = next;
+    return failed;
+}
+
 /* Metaspace's replacement of spaces and the prefix; then pre-tokens and merges. */
 static int encode_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
-    static const byte_buffer space = {(uint8_t *)" ", 1, 1}, meta = {(uint8_t *)"\xe2\x96\x81", 3, 3};
     int wanted = core->prefix == PREFIX_ALWAYS || (core->prefix == PREFIX_FIRST && at_start);
     if (core->meta_replace || wanted) {
         const byte_buffer *prefix = &core->prefix_text;
@@ -131,23 +187,46 @@ static int encode_piece(Core *core, workspace *w, const uint8_t *s, size_t n, in
         int has = n >= prefix->size && !memcmp(s, prefix->data, prefix->size);
         if (core->meta_replace && s[0] == ' ') has = 1;
         if (wanted && !has && bytes_add(&w->other, prefix->data, prefix->size)) return -1;
-        if (core->meta_replace ? append_replaced(&w->other, s, n, &space, &meta) : bytes_add(&w->other, s, n)) return -1;
+        if (core->meta_replace ? append_replaced(&w->other, s, n, &space_text, &meta_text) : bytes_add(&w->other, s, n)) return -1;
         s = w->other.data; n = w->other.size;
     }
+    pending word = {0};
     for (size_t a = 0; a < n;) {
-        size_t stop = core->digits ? digit_span(s, a, n, core->digits == 2) : n;
+        size_t stop = core->digits ? digit_span(s, a, n, core->digits == 2, &w->work) : n;
         while (a < stop) {
-            size_t end = scan_word(s, a, stop, core->split, (size_t)core->max_numbers);
-            if (encode_word(&core->model, w, s + a, end - a)) return -1;
+            size_t end = scan_word(s, a, stop, core->split, (size_t)core->max_numbers, &w->work);
+            if (next_word(core, w, &word, s + a, end - a)) return -1;
             a = end;
         }
     }
-    return 0;
+    return finish_word(core, w, &word);
+}
+
+/* The same as normalize_piece and encode_piece where all there is to do is to put U+2581 for spaces (`raw_spaces`):
+ * words are cut from the text as it is, where no token reaches across. Only what is not remembered is rewritten. */
+static int encode_raw_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
+    pending word = {0};
+    size_t a = 0;
+    int has = core->meta_replace && (s[0] == ' ' || is_meta(s, 0, n));
+    if (core->prefix_raw || (!has && (core->prefix == PREFIX_ALWAYS || (core->prefix == PREFIX_FIRST && at_start)))) {
+        a = scan_meeting(s, 0, n, core->raw_inside, &w->work);
+        w->piece.size = 0;
+        if (bytes_add(&w->piece, meta_text.data, meta_text.size) || append_replaced(&w->piece, s, a, &space_text, &meta_text) ||
+            encode_new(&core->model, w, w->piece.data, w->piece.size,
+                       hash_bytes(w->piece.data, w->piece.size, core->model.words.seed))) return -1;
+    }
+    while (a < n) {
+        size_t end = scan_meeting(s, a, n, core->raw_inside, &w->work);
+        if (next_word(core, w, &word, s + a, end - a)) return -1;
+        a = end;
+    }
+    return finish_word(core, w, &word);
 }
 
 static int normalize_piece(Core *core, workspace *w, const uint8_t *s, size_t n, int parse_special, int at_start) {
     for (int i = 0; i < core->step_count; i++) {
         const norm_step *step = &core->steps[i];
+        w->work += n;
         if (!n || (step->kind == STEP_NFC && nfc_quick_check(s, n))) continue;
         byte_buffer out = w->other; /* the two buffers take turns: `s` may lie in w->piece */
         out.size = 0;
@@ -166,10 +245,18 @@ static int normalize_piece(Core *core, workspace *w, const uint8_t *s, size_t n,
 
 /* ---- the Python type ---------------------------------------------------------------------------------------------- */
 
+/* A new reference. Each id becomes one object for as long as the Core lives: at most 40 bytes for each token. */
+static inline PyObject *number_of(Core *self, uint32_t id) {
+    if (id >= self->model.count) return PyLong_FromUnsignedLong(id); /* an added token beyond the vocabulary */
+    if (!self->numbers[id] && !(self->numbers[id] = PyLong_FromUnsignedLong(id))) return NULL;
+    return Py_NewRef(self->numbers[id]);
+}
+
 static PyObject *Core_encode(Core *self, PyObject *args) {
     const char *text; Py_ssize_t size; int parse_special = 1, failed;
-    PyObject *source, *list = NULL;
-    if (!PyArg_ParseTuple(args, "U|p", &source, &parse_special)) return NULL;
+    PyObject *source, *before = NULL, *after = NULL, *list = NULL;
+    if (!PyArg_ParseTuple(args, "U|pO!O!", &source, &parse_special, &PyTuple_Type, &before, &PyTuple_Type, &after)) return NULL;
+    Py_ssize_t first = before ? PyTuple_GET_SIZE(before) : 0, last = after ? PyTuple_GET_SIZE(after) : 0;
     if (!(text = PyUnicode_AsUTF8AndSize(source, &size))) return NULL; /* lone surrogates: UnicodeEncodeError */
     if (size >= INT32_MAX / 4) { PyErr_SetString(PyExc_OverflowError, "text of 512 MiB or more"); return NULL; }
     workspace *w = workspace_take(self);
@@ -177,14 +264,20 @@ static PyObject *Core_encode(Core *self, PyObject *args) {
     w->ids.size = 0;
     w->work = 0;
     PyThreadState *saved = size >= RELEASE_BYTES ? PyEval_SaveThread() : NULL;
-    failed = each_piece(self, w, &self->raw, (const uint8_t *)text, (size_t)size, parse_special, 1, normalize_piece);
+    failed = each_piece(self, w, &self->raw, (const uint8_t *)text, (size_t)size, parse_special, 1,
+                        self->raw_spaces ? encode_raw_piece : normalize_piece);
     if (saved) PyEval_RestoreThread(saved);
     if (failed) PyErr_NoMemory();
-    else list = PyList_New((Py_ssize_t)w->ids.size);
+    else if ((list = PyList_New(first + (Py_ssize_t)w->ids.size + last))) {
+        PyObject **item = ((PyListObject *)list)->ob_item;
+        few_faults(item, w->ids.size * sizeof(PyObject *));
+        for (Py_ssize_t i = 0; i < first; i++) item[i] = Py_NewRef(PyTuple_GET_ITEM(before, i));
+        for (Py_ssize_t i = 0; i < last; i++) item[first + (Py_ssize_t)w->ids.size + i] = Py_NewRef(PyTuple_GET_ITEM(after, i));
+    }
     for (size_t i = 0; list && i < w->ids.size; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(w->ids.data[i]);
-        if (!id) { Py_CLEAR(list); break; }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, id);
+        PyObject *number = number_of(self, w->ids.data[i]);
+        if (!number) { Py_CLEAR(list); break; }
+        PyList_SET_ITEM(list, first + (Py_ssize_t)i, number);
     }
     self->last_work = (unsigned long long)w->work;
     workspace_return(self, w);
@@ -215,6 +308,7 @@ static PyObject *Core_flags(PyObject *type, PyObject *code) {
 static int read_tokens(Core *self, PyObject *tokens, uint64_t seed) {
     Py_ssize_t count = PyList_GET_SIZE(tokens);
     model *m = &self->model;
+    if (!(self->numbers = calloc((size_t)count + 1, sizeof(PyObject *)))) goto memory;
     if (!(self->offset = calloc((size_t)count + 1, sizeof(uint32_t))) || !(m->whole = calloc((size_t)count + 1, 1))) goto memory;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *token = PyList_GET_ITEM(tokens, i);
@@ -275,6 +369,34 @@ static int read_steps(Core *self, PyObject *steps) {
     return 0;
 }
 
+/* What only depends on the tokenizer: whether words can be cut from the text as it is, and words of one character. */
+static int mark_words(Core *self, workspace *w) {
+    const model *m = &self->model;
+    const norm_step *step = self->steps;
+    const byte_buffer *prefix = &self->prefix_text;
+    int left = self->step_count, wanted = self->prefix != PREFIX_NEVER;
+    self->prefix_raw = left && step->kind == STEP_PREPEND && step->text.size == 3 && is_meta(step->text.data, 0, 3);
+    step += self->prefix_raw; left -= self->prefix_raw;
+    int replaces = left == 1 && step->kind == STEP_REPLACE && step->text.size == 1 && *step->text.data == ' ' &&
+                   step->to.size == 3 && is_meta(step->to.data, 0, 3);
+    self->raw_spaces = self->split == SPLIT_META_RUNS && !self->digits && self->normalized.nodes == 1 &&
+                       ((replaces && !self->meta_replace && !wanted) || (!self->step_count && self->meta_replace)) &&
+                       (!wanted || (prefix->size == 3 && is_meta(prefix->data, 0, 3)));
+    memcpy(self->raw_inside, m->inside, sizeof(m->inside));
+    for (uint32_t x = 0; x < 256; x++) {
+        /* before a space: SPLIT_META_RUNS says that tokens reach only from one U+2581 to the next (0x81 is its end) */
+        set_bit(self->raw_inside, x << 8 | ' ', x == ' ' || x == 0x81);
+        if (x != ' ') set_bit(self->raw_inside, ' ' << 8 | x, bit_at(m->inside, 0x81 << 8 | x));
+    }
+    for (int c = 0; c < 128; c++) {
+        const byte_buffer word = self->raw_spaces && c == ' ' ? meta_text : (byte_buffer){(uint8_t[]){(uint8_t)c}, 1, 1};
+        w->ids.size = 0;
+        if (encode_new(m, w, word.data, word.size, hash_bytes(word.data, word.size, m->words.seed))) return -1;
+        self->single[c] = w->ids.size == 1 ? (int32_t)w->ids.data[0] : -1;
+    }
+    return 0;
+}
+
 static int Core_init(Core *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"tokens", "left", "right", "merged", "rank", "byte_ids", "byte_level", "byte_fallback",
                             "fuse_unk", "ignore_merges", "unk_id", "digits", "split", "max_numbers", "prefix",
@@ -301,7 +423,7 @@ static int Core_init(Core *self, PyObject *args, PyObject *kwargs) {
     if (bytes_add(&self->prefix_text, prefix.buf, (size_t)prefix.len) || !(w = workspace_take(self))) goto done;
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = mark_whole(m, w);
+    failed = mark_whole(m, w) || mark_words(self, w);
     Py_END_ALLOW_THREADS
     workspace_return(self, w);
     if (failed) PyErr_NoMemory(); else result = 0;
@@ -313,6 +435,8 @@ done:
 }
 
 static void Core_dealloc(Core *self) {
+    for (uint32_t id = 0; self->numbers && id < self->model.count; id++) Py_XDECREF(self->numbers[id]);
+    free(self->numbers);
     trie *tries[] = {&self->raw, &self->normalized};
     for (int i = 0; i < 2; i++) { map64_free(&tries[i]->edges); free(tries[i]->token); }
     for (int i = 0; i < MAX_STEPS; i++) { free(self->steps[i].text.data); free(self->steps[i].to.data); }
@@ -330,13 +454,13 @@ static void Core_dealloc(Core *self) {
 }
 
 static PyMethodDef Core_methods[] = {
-    {"encode", (PyCFunction)Core_encode, METH_VARARGS, "encode(text, parse_special=True) -> list of ids"},
+    {"encode", (PyCFunction)Core_encode, METH_VARARGS, "encode(text, parse_special=True, before=(), after=()) -> [*before, *ids, *after]"},
     {"nfc", (PyCFunction)Core_nfc, METH_O | METH_STATIC, "nfc(text) -> text in Normalization Form C (Unicode 9.0)"},
     {"char_flags", (PyCFunction)Core_flags, METH_O | METH_STATIC, "char_flags(code point) -> property bits"},
     {NULL}};
 
 static PyMemberDef Core_members[] = {
-    {"last_work", T_ULONGLONG, offsetof(Core, last_work), READONLY, "look-ups, merges and heap moves of the last encode"},
+    {"last_work", T_ULONGLONG, offsetof(Core, last_work), READONLY, "bytes looked at, look-ups, merges and heap moves of the last encode"},
     {NULL}};
 
 static PyType_Slot Core_slots[] = {

@@ -4,6 +4,7 @@
 #define APPLIANCE_SCAN_H
 
 #include <stddef.h>
+#include <string.h>
 #include "_unicode.h"
 
 enum { SPLIT_NONE, SPLIT_GPT2, SPLIT_LLAMA3, SPLIT_META, SPLIT_META_RUNS };
@@ -35,10 +36,14 @@ static inline uint8_t flags_at(const uint8_t *p, uint32_t *bytes) {
     return code_flags(c.code);
 }
 
-/* End of the run of characters at `a` whose bits L|N|S are exactly `kind` (0: none of them), at most `limit` of them. */
-static inline size_t class_run(const uint8_t *s, size_t a, size_t end, uint8_t kind, size_t limit) {
+/* End of the run of characters at `a` whose bits L|N|S are exactly `kind` (0: none of them), at most `limit` of them.
+ * Here and below `work` counts the bytes that were looked at. */
+static inline size_t class_run(const uint8_t *s, size_t a, size_t end, uint8_t kind, size_t limit,
+                               uint64_t *work) {
     uint32_t n;
+    size_t first = a;
     while (a < end && limit-- && (flags_at(s + a, &n) & UC_LNS) == kind) a += n;
+    *work += a - first;
     return a;
 }
 
@@ -64,34 +69,35 @@ static inline size_t contraction(const uint8_t *s, size_t a, size_t end, int fol
 }
 
 /* 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
-static inline size_t scan_gpt2(const uint8_t *s, size_t a, size_t end) {
+static inline size_t scan_gpt2(const uint8_t *s, size_t a, size_t end, uint64_t *work) {
     size_t n;
     if (s[a] == '\'' && (n = contraction(s, a, end, 0))) return a + n;
     uint32_t bytes;
     size_t first = s[a] == ' ' && a + 1 < end ? a + 1 : a;
     uint8_t kind = flags_at(s + first, &bytes) & UC_LNS;
-    if (kind != UC_S) return class_run(s, first + bytes, end, kind, SIZE_MAX);
-    return white_end(s, a, class_run(s, first, end, UC_S, SIZE_MAX), end);
+    if (kind != UC_S) return class_run(s, first + bytes, end, kind, SIZE_MAX, work);
+    return white_end(s, a, class_run(s, first, end, UC_S, SIZE_MAX, work), end);
 }
 
 /* (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,max}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+ */
-static inline size_t scan_llama3(const uint8_t *s, size_t a, size_t end, size_t max_numbers) {
+static inline size_t scan_llama3(const uint8_t *s, size_t a, size_t end, size_t max_numbers, uint64_t *work) {
     size_t n;
     uint32_t bytes, next;
     if (s[a] == '\'' && (n = contraction(s, a, end, 1))) return a + n;
     uint8_t kind = flags_at(s + a, &bytes) & UC_LNS;
-    if (kind == UC_L) return class_run(s, a + bytes, end, UC_L, SIZE_MAX);
-    if (kind == UC_N) return class_run(s, a, end, UC_N, max_numbers);
+    if (kind == UC_L) return class_run(s, a + bytes, end, UC_L, SIZE_MAX, work);
+    if (kind == UC_N) return class_run(s, a, end, UC_N, max_numbers, work);
     size_t after = a + bytes;
     uint8_t then = after < end ? flags_at(s + after, &next) & UC_LNS : UC_LNS; /* UC_LNS: nothing there */
-    if (then == UC_L && s[a] != '\r' && s[a] != '\n') return class_run(s, after + next, end, UC_L, SIZE_MAX);
+    if (then == UC_L && s[a] != '\r' && s[a] != '\n') return class_run(s, after + next, end, UC_L, SIZE_MAX, work);
     if (kind == 0 || (s[a] == ' ' && then == 0)) {
-        size_t stop = class_run(s, after, end, 0, SIZE_MAX);
-        while (stop < end && (s[stop] == '\r' || s[stop] == '\n')) stop++;
+        size_t stop = class_run(s, after, end, 0, SIZE_MAX, work);
+        while (stop < end && (s[stop] == '\r' || s[stop] == '\n')) { stop++; ++*work; }
         return stop;
     }
-    size_t stop = class_run(s, a, end, UC_S, SIZE_MAX), newline = stop;
+    size_t stop = class_run(s, a, end, UC_S, SIZE_MAX, work), newline = stop;
     while (newline > a && s[newline - 1] != '\r' && s[newline - 1] != '\n') newline--;
+    *work += stop - newline;
     return newline > a ? newline : white_end(s, a, stop, end);
 }
 
@@ -110,25 +116,51 @@ static inline size_t find_meta(const uint8_t *s, size_t a, size_t end) {
     return end;
 }
 
-static inline size_t scan_word(const uint8_t *s, size_t a, size_t end, int split, size_t max_numbers) {
+static inline size_t scan_word(const uint8_t *s, size_t a, size_t end, int split, size_t max_numbers, uint64_t *work) {
+    size_t stop;
     switch (split) {
-    case SPLIT_GPT2: return scan_gpt2(s, a, end);
-    case SPLIT_LLAMA3: return scan_llama3(s, a, end, max_numbers);
-    case SPLIT_META: return find_meta(s, a + 1, end);
+    case SPLIT_GPT2: return scan_gpt2(s, a, end, work);
+    case SPLIT_LLAMA3: return scan_llama3(s, a, end, max_numbers, work);
+    case SPLIT_META: stop = find_meta(s, a + 1, end); break;
     case SPLIT_META_RUNS:
-        while (is_meta(s, a, end)) a += 3;
-        return find_meta(s, a, end);
-    default: return end;
+        stop = a;
+        while (is_meta(s, stop, end)) stop += 3;
+        stop = find_meta(s, stop, end);
+        break;
+    default: stop = end;
     }
+    *work += stop - a;
+    return stop;
+}
+
+/* The end of the stretch at `a` in which all neighbours may meet: bit (first byte << 8 | second byte) of `meet`. */
+static inline size_t scan_meeting(const uint8_t *s, size_t a, size_t end, const uint8_t *meet, uint64_t *work) {
+    size_t stop = a + 1;
+    while (stop < end && meet[s[stop - 1] << 5 | s[stop] >> 3] >> (s[stop] & 7) & 1) stop++;
+    *work += stop - a;
+    return stop;
 }
 
 /* Digits: the end of the stretch at `a` that is either without numbers, or one number (or a run of them). */
-static inline size_t digit_span(const uint8_t *s, size_t a, size_t end, int individual) {
+static inline size_t digit_span(const uint8_t *s, size_t a, size_t end, int individual, uint64_t *work) {
     uint32_t n;
+    size_t first = a;
     uint8_t kind = flags_at(s + a, &n) & UC_D;
     a += n;
     if (kind && individual) return a;
-    while (a < end && (flags_at(s + a, &n) & UC_D) == kind) a += n;
+    for (;;) {
+        while (!kind && a + 8 <= end) { /* eight ASCII characters that are not 0-9 */
+            uint64_t x, t;
+            memcpy(&x, s + a, 8);
+            t = (x ^ 0x3030303030303030ull) + 0x7676767676767676ull; /* bit 7 of a byte: not a digit, if x < 0x80 */
+            if ((x | ~t) & 0x8080808080808080ull) break;
+            a += 8;
+        }
+        size_t stop = a + 8 < end ? a + 8 : end;
+        while (a < stop && (flags_at(s + a, &n) & UC_D) == kind) a += n;
+        if (a < stop || a >= end) break;
+    }
+    *work += a - first;
     return a;
 }
 

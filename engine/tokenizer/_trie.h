@@ -9,8 +9,9 @@
 
 enum { ADDED_SINGLE_WORD = 1, ADDED_LSTRIP = 2, ADDED_RSTRIP = 4, ADDED_SPECIAL = 8 };
 
-/* A trie in one hash table: node << 8 | byte -> node; the root is 0. token[node]: id << 4 | flags, or -1. */
-typedef struct { map64 edges; int64_t *token; uint8_t starts[256]; size_t nodes; } trie;
+/* A trie in one hash table: node << 8 | byte -> node; the root is 0. token[node]: id << 4 | flags, or -1.
+ * `only`: the byte that all tokens start with, or 0 if there is no such byte. */
+typedef struct { map64 edges; int64_t *token; uint8_t starts[256], only; size_t nodes; } trie;
 
 static int trie_add(trie *t, const uint8_t *p, size_t n, uint32_t id, int flags) {
     uint64_t node = 0;
@@ -46,6 +47,10 @@ static int trie_build(trie *t, PyObject *entries, uint64_t seed) {
         if (!PyArg_ParseTuple(PyList_GET_ITEM(entries, i), "y#ii", &p, &n, &id, &flags)) return -1;
         if (n) trie_add(t, (const uint8_t *)p, (size_t)n, (uint32_t)id, flags);
     }
+    int kinds = 0;
+    for (int b = 0; b < 256; b++)
+        if (t->starts[b]) { kinds++; t->only = (uint8_t)b; }
+    if (kinds != 1) t->only = 0;
     return 0;
 }
 

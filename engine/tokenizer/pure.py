@@ -27,9 +27,11 @@ class PureEncoder:
 
     # ---- the whole text ---------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool = True, before: tuple[int, ...] = (), after: tuple[int, ...] = (), /
+    ) -> list[int]:
         text.encode()  # lone surrogates: UnicodeEncodeError
-        ids: list[int] = []
+        ids = list(before)
         for start, piece, token in self._find_added(text, self.raw, parse_special):
             if token is not None:
                 ids.append(token.id)
@@ -41,7 +43,7 @@ class PureEncoder:
                 else:
                     for word in self.pre_tokenize(part, at_start=start == 0 and inner == 0):
                         ids += self.bpe(word)
-        return ids
+        return [*ids, *after]
 
     def _find_added(
         self, text: str, tokens: dict[str, AddedToken], parse_special: bool

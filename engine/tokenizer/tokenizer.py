@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Encoder(Protocol):
-    def encode(self, text: str, parse_special: bool = True, /) -> list[int]: ...
+    def encode(
+        self, text: str, parse_special: bool = True, before: tuple[int, ...] = (), after: tuple[int, ...] = (), /
+    ) -> list[int]: ...
 
 
 def compiled_encoder(spec: Spec) -> Encoder:
@@ -46,6 +48,7 @@ class Tokenizer:
         self.added_ids = {t.content: t.id for t in spec.added}
         self._special = frozenset(self.special_ids.values())
         self._encoder: Encoder = PureEncoder(spec) if pure_python else compiled_encoder(spec)
+        self._before, self._after = tuple(spec.template_prefix), tuple(spec.template_suffix)
         config = config or {}
         self.special_tokens = named_tokens(config)
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
@@ -91,20 +94,18 @@ class Tokenizer:
         that are not special are still found. TextError for anything that is not Unicode text, with the byte position.
         """
         text = as_text(text)
+        before, after = (self._before, self._after) if add_special_tokens else ((), ())
         try:
-            ids = self._encoder.encode(text, parse_special)
+            return self._encoder.encode(text, parse_special, before, after)
         except UnicodeEncodeError as e:
             at = len(text[: e.start].encode())
             bad = f"lone surrogate U+{ord(text[e.start]):04X} at byte {at} (character {e.start})"
             raise TextError(f"{bad} is not text", position=at) from e
         except OverflowError as e:
             raise TextError(f"the text is too long: {e}") from e
-        if add_special_tokens and (self.spec.template_prefix or self.spec.template_suffix):
-            return [*self.spec.template_prefix, *ids, *self.spec.template_suffix]
-        return ids
 
     def work(self) -> int:
-        """Look-ups, merges and heap moves of the last encode by the compiled core: a clock that tests can rely on."""
+        """Bytes looked at, look-ups, merges and heap moves of the last encode (compiled core): a clock for tests."""
         return int(getattr(self._encoder, "last_work", 0))
 
     # ---- ids -> text ------------------------------------------------------------------------------------------------

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from appliance.catalogue import CATALOGUE, extract_member
-from appliance.log import BusyError
 from appliance.models import ModelStore
 
 
@@ -22,13 +20,8 @@ def smollm2_store() -> ModelStore:
     store = ModelStore(root)
     if os.environ.get("APPLIANCE_OFFLINE") and not (root / "smollm2").is_dir():
         pytest.skip("APPLIANCE_OFFLINE is set and smollm2 is not in the store")
-    for _ in range(240):  # other test workers may be pulling it
-        try:
-            store.pull("smollm2")
-            return store
-        except BusyError:
-            time.sleep(0.5)
-    pytest.fail("smollm2 stayed locked for two minutes")
+    store.pull("smollm2")  # waits where another test worker is pulling it
+    return store
 
 
 @pytest.fixture(scope="session")

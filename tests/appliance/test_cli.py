@@ -18,6 +18,7 @@ from appliance import __version__
 from appliance.cli import Command, main
 from appliance.fsutil import locked
 from appliance.log import ApplianceError, format_bytes, printable
+from engine.serve import parse_arguments
 
 REPO = Path(__file__).parents[2]
 
@@ -256,3 +257,13 @@ def test_format_bytes() -> None:
 
 def test_printable_disarms_escapes() -> None:
     assert printable("a\x1b[31m\n\u202eé") == "a\\x1b[31m\\n\\u202eé"
+
+
+def test_serve_becomes_the_engine_with_the_same_options(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: became.append(argv))
+    main(["serve", "--model", str(source), "--host", "::1", "--port", "8123", "--", "--threads", "2"])
+    options = parse_arguments(became[0][3:])
+    assert became[0][:3] == [sys.executable, "-m", "engine"]
+    assert (options.host, options.port, options.threads, options.backend) == ("::1", 8123, 2, "cpu")
+    assert (options.model_dir, options.model_name) == (source, "Tiny")

