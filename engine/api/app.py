@@ -53,4 +53,5 @@ def _engine_part(module: str, name: str) -> Callable[..., Any]:
 
 
 async def _cleanup(app: web.Application) -> None:
-    app[SERVICE].pool.shutdown(wait=False, cancel_futures=True)
+    for pool in (app[SERVICE].pool, app[SERVICE].large_pool):
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -7,6 +7,7 @@ import hmac
 import os
 import re
 import stat
+import threading
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -21,6 +22,7 @@ class KeyStore:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._keys: list[tuple[bytes, str]] = []
+        self._lock = threading.Lock()
         self.reload()
 
     def __len__(self) -> int:
@@ -32,9 +34,10 @@ class KeyStore:
         return self._path is not None
 
     def reload(self) -> None:
-        """Read the file again; on an error the keys in force stay in force and ConfigError is raised."""
+        """Read the file again; on an error the keys in force stay in force and ConfigError is raised. Thread-safe."""
         if self._path is not None:
-            self._keys = read_key_file(self._path)
+            with self._lock:  # what was read last is what counts
+                self._keys = read_key_file(self._path)
 
     def match(self, key: str) -> str | None:
         """Label of the matching key or None. Looks at every key, so that timing does not tell which one was near."""
@@ -49,10 +52,9 @@ class KeyStore:
 def read_key_file(path: Path) -> list[tuple[bytes, str]]:
     """Parse a key file; ConfigError names the line."""
     try:
-        # Non-blocking, and regular files only: a reload must not wait for somebody to write into a pipe.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"the key file {path} is no regular file", hint="write the keys into a plain file")
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a FIFO would make us wait for its writer
+                raise ConfigError(f"the key file {path} is no regular file", hint="name a file of lines of sha256 hex")
             data = file.read(_MAX_FILE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:

@@ -78,7 +78,8 @@ async def read_json(request: web.Request, kind: type[T]) -> T:
     raw = await read_body(request)
     if len(raw) <= _INLINE_BYTES:
         return parse(raw, kind, service.config.limits)
-    return await service.offload(parse, raw, kind, service.config.limits)
+    service.check_large_backlog(len(raw))
+    return await service.offload(parse, raw, kind, service.config.limits, size=len(raw))
 
 
 def parse(raw: bytes, kind: type[T], limits: Limits) -> T:

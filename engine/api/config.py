@@ -17,6 +17,8 @@ class Limits:
 
     max_body_bytes: int = 4 << 20  # counted on the bytes read, whatever Content-Length says
     max_buffered_bytes: int = 64 << 20  # bodies of all requests that are still being parsed or tokenized; then 429
+    large_work_bytes: int = 128 << 10  # work on more than this waits in a lane of its own, behind its like
+    max_large_backlog_bytes: int = 16 << 20  # of that lane; a further large body gets 429
     max_json_depth: int = 32
     max_json_containers: int = 50_000  # lists and objects of one body
     max_prompts: int = 64

@@ -17,7 +17,7 @@ from engine.api.run import Prompt, Run
 from engine.api.sampling import check_model, check_openai, fit, make_plan
 from engine.api.schema import ChatRequest, CompletionRequest
 from engine.api.service import CONTEXT, SERVICE, Service
-from engine.api.sse import INLINE_LOGPROBS, event, stream
+from engine.api.sse import INLINE_LOGPROBS, LOGPROB_BYTES, event, stream
 
 if TYPE_CHECKING:
     from engine.api.choice import Delta
@@ -135,8 +135,10 @@ class _Answer:
         async with start_run(self.request, self.plan, prompts, stream=bool(streaming)) as run:
             if not streaming:
                 await run.wait()
-                if self.logprobs and run.completion_tokens + run.prompt_tokens > INLINE_LOGPROBS:
-                    body = await self.service.offload(lambda: msgspec.json.encode(self._whole(run)))
+                count = run.completion_tokens + run.prompt_tokens
+                if self.logprobs and count > INLINE_LOGPROBS:
+                    size = count * LOGPROB_BYTES
+                    body = await self.service.offload(lambda: msgspec.json.encode(self._whole(run)), size=size)
                     return web.Response(body=body, content_type="application/json", headers=headers)
                 return json_response(self._whole(run), headers)
             if self.chat:

@@ -32,7 +32,9 @@ async def encode(
         if max(len(text), total_chars) <= service.config.inline_encode_chars:
             ids = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            ids = await service.offload(lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            ids = await service.offload(
+                lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens), size=len(text)
+            )
     except TextError as exc:
         raise from_engine(exc, param) from exc
     if not ids:
@@ -47,7 +49,9 @@ async def decode(service: Service, ids: list[int], *, skip_special_tokens: bool)
     """Text of `ids`, off the event loop when they are many."""
     if len(ids) <= _INLINE_IDS:
         return service.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-    return await service.offload(lambda: service.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+    return await service.offload(
+        lambda: service.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), size=4 * len(ids)
+    )
 
 
 def split_prompts(service: Service, prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -128,9 +132,8 @@ async def render_chat(
         )
 
     try:
-        if sum(len(message["content"]) for message in messages) <= service.config.inline_encode_chars:
-            return render()
-        return await service.offload(render)
+        size = sum(len(message["content"]) for message in messages)
+        return render() if size <= service.config.inline_encode_chars else await service.offload(render, size=size)
     except (TemplateError, TextError) as exc:
         raise from_engine(exc, param) from exc
 

@@ -88,9 +88,11 @@ class Run:
         service, stops = self.service, self.plan.stops
         if stops:
             # Built once for all choices (its tables are shared), and not on the event loop when the strings are long.
-            short = sum(map(len, stops)) <= _INLINE_STOP_CHARS
+            size = sum(map(len, stops))
             self._matcher = (
-                service.make_stop_matcher(stops) if short else await service.offload(service.make_stop_matcher, stops)
+                service.make_stop_matcher(stops)
+                if size <= _INLINE_STOP_CHARS
+                else await service.offload(service.make_stop_matcher, stops, size=size)
             )
         service.check_ready()
         try:
@@ -226,7 +228,7 @@ class Run:
             scores = (score or TokenLogprob(prompt.ids[0], float("nan")) for score in prompt.scores)
             return list(zip(scores, offsets, strict=True))
 
-        entries = await service.offload(place)
+        entries = await service.offload(place, size=64 * len(prompt.ids))
         prompt.waits_for_logprobs = False
         for choice in prompt.choices:
             choice.prepend(prompt.echo or "", list(entries))

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,18 @@ async def listening(
         if host is not None:
             context = tls_context(service.config)
             name = host.removeprefix("[").removesuffix("]")
-            late = service.config.timeouts.header if context is not None else None
+            handshake = service.config.timeouts.header if context is not None else None
             servers.append(
                 await loop.create_server(
-                    connection, name, port, ssl=context, ssl_handshake_timeout=late, backlog=_BACKLOG,
+                    connection,
+                    name,
+                    port,
+                    ssl=context,
+                    ssl_handshake_timeout=handshake,  # before it no connection of ours exists that could count
+                    backlog=_BACKLOG,
                     reuse_address=True,
                 )
-            )  # fmt: skip
+            )
             addresses += [sock.getsockname() for sock in servers[-1].sockets]
         if unix_path is not None:
             sock = _unix_socket(unix_path)
@@ -202,7 +208,7 @@ def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Ite
     handlers: Sequence[tuple[signal.Signals, Callable[[], None]]] = (
         (signal.SIGTERM, leave),
         (signal.SIGINT, leave),
-        (signal.SIGHUP, lambda: reload_keys(service)),
+        (signal.SIGHUP, lambda: _reload_aside(service)),
     )
     for number, handler in handlers:
         loop.add_signal_handler(number, handler)
@@ -212,6 +218,11 @@ def _signals(service: Service, stop: asyncio.Event, hurry: asyncio.Event) -> Ite
         for number, _ in handlers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+
+
+def _reload_aside(service: Service) -> None:
+    """In a thread that may hang (a dead file server) without holding up requests or our end."""
+    threading.Thread(target=reload_keys, args=(service,), name="reload-keys", daemon=True).start()
 
 
 def reload_keys(service: Service) -> None:

@@ -120,6 +120,8 @@ class Service:
         self.admin_keys = KeyStore(config.admin_key_file)
         self.metrics = Metrics(client)
         self.pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+        self.large_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
+        self.large_backlog_bytes = 0  # waiting for, or in work in, large_pool
         self.started = time.time()
         self.drain_reason: str | None = None  # set by /admin/drain or SIGTERM
         self.shutting_down = False
@@ -130,9 +132,25 @@ class Service:
         self.metrics_public = True  # False on a listener beyond loopback
         self._buffered_bytes = 0
 
-    async def offload(self, function: Callable[..., R], *args: Any) -> R:
-        """Run something long in the tokenizer's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
+    async def offload(self, function: Callable[..., R], *args: Any, size: int) -> R:
+        """Run something long in the tokenizer's threads. `size` is about how many bytes it works on: large work has a
+        thread of its own, so that nobody's ordinary request waits behind it."""
+        loop = asyncio.get_running_loop()
+        if size <= self.config.limits.large_work_bytes:
+            return await loop.run_in_executor(self.pool, lambda: function(*args))
+        self.large_backlog_bytes += size
+        try:
+            return await loop.run_in_executor(self.large_pool, lambda: function(*args))
+        finally:
+            self.large_backlog_bytes -= size
+
+    def check_large_backlog(self, num_bytes: int) -> None:
+        """429 for a large body while too much large work waits; one that waits for nobody is always taken."""
+        limits = self.config.limits
+        if num_bytes <= limits.large_work_bytes or not self.large_backlog_bytes:
+            return
+        if self.large_backlog_bytes + num_bytes > limits.max_large_backlog_bytes:
+            raise ApiError(429, "too many large requests at once", code="queue_full", headers={"Retry-After": "2"})
 
     def reserve(self, context: Context, num_bytes: int) -> None:
         """Account for a piece of a body in memory; 429 when all bodies together are too much."""

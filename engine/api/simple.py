@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from engine.api import render
@@ -17,6 +18,8 @@ from engine.api.sampling import Plan, check_model, fit, make_plan
 from engine.api.schema import DetokenizeRequest, GenerateRequest, InferRequest, TokenizeRequest
 from engine.api.service import CONTEXT, SERVICE
 
+_INLINE_IDS = 4096  # longer answers are made off the event loop
+_TOKEN_STR_BYTES = 16  # about
 _DETECT_CONTEXT = 8192  # bytes before the first bad one that are shown to the detector
 
 
@@ -95,9 +98,16 @@ async def tokenize(request: web.Request) -> web.Response:
             add_special_tokens=bool(body.add_special_tokens),
         )
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
-    if body.return_token_strs:
-        answer["token_strs"] = await service.offload(lambda: [render.token_text(service.tokenizer, i) for i in ids])
-    return json_response(answer)
+
+    def encoded() -> bytes:
+        if body.return_token_strs:
+            texts = {token: render.token_text(service.tokenizer, token) for token in set(ids)}
+            answer["token_strs"] = [texts[token] for token in ids]
+        return msgspec.json.encode(answer)
+
+    size = len(ids) * (_TOKEN_STR_BYTES if body.return_token_strs else 1)
+    raw = encoded() if len(ids) <= _INLINE_IDS else await service.offload(encoded, size=size)
+    return web.Response(body=raw, content_type="application/json")
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -116,7 +126,8 @@ async def detect_encoding(request: web.Request) -> web.Response:
     raw = await read_body(request)
     if not raw:
         raise bad_request("the body is empty; post the bytes to look at", None, "empty_body")
-    return json_response(await service.offload(detect, raw, service.config.limits.max_detect_bytes))
+    limit = service.config.limits.max_detect_bytes
+    return json_response(await service.offload(detect, raw, limit, size=min(len(raw), limit)))
 
 
 def detect(raw: bytes, limit: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 INLINE_LOGPROBS = 256
+LOGPROB_BYTES = 256  # about, of one token's logprobs
 _encode = msgspec.json.Encoder().encode
 
 
@@ -78,9 +79,10 @@ async def _render(
     def events() -> bytes:
         return b"".join([render(choice.index, delta) for choice, delta in batch])
 
-    if sum(len(delta.logprobs) for _, delta in batch) <= INLINE_LOGPROBS:
+    count = sum(len(delta.logprobs) for _, delta in batch)
+    if count <= INLINE_LOGPROBS:
         return events()
-    return await request.app[SERVICE].offload(events)
+    return await request.app[SERVICE].offload(events, size=count * LOGPROB_BYTES)
 
 
 async def _end_with_error(request: web.Request, response: web.StreamResponse, error: ApiError) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import ssl
+import threading
 from pathlib import Path
 
 import aiohttp
@@ -285,6 +286,56 @@ def test_unreadable_key_files(tmp_path):
             KeyStore(path)
     with pytest.raises(ConfigError, match="cannot read"):
         KeyStore(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
+def test_a_key_file_is_a_regular_file(tmp_path, kind):
+    path = tmp_path / "keys"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    with pytest.raises(ConfigError, match="key file"):
+        KeyStore(path)
+
+
+def test_a_key_file_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbf" + line("one", "alice").encode())
+    assert KeyStore(path).match("one") == "alice"
+
+
+async def test_a_reload_that_hangs_holds_up_nobody(keys, signals, monkeypatch):
+    stop, where = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        run_server(FakeClient(), ByteTokenizer(), make_config(key_file=keys[0]), host="127.0.0.1", port=0, stop=stop,
+                   on_listening=where.set_result, **FACTORIES)
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{(await where)[0][1]}/livez"
+    gate = threading.Event()
+    monkeypatch.setattr(KeyStore, "reload", lambda self: gate.wait(20))
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession() as http, asyncio.timeout(5), http.get(url) as response:
+            assert response.status == 200
+        stop.set()
+        assert await asyncio.wait_for(task, 10) == 0
+    finally:
+        gate.set()
+
+
+async def test_a_silent_tls_client_is_held_no_longer_than_a_silent_plain_one():
+    cert, private = (Path(__file__).parent / "tls" / name for name in ("cert.pem", "key.pem"))
+    config = make_config(tls_cert=cert, tls_key=private, timeouts={"header": 0.2})
+    async with listening(build_app(FakeClient(), ByteTokenizer(), config, **FACTORIES), host="127.0.0.1") as addresses:
+        reader, writer = await asyncio.open_connection("127.0.0.1", addresses[0][1])
+        try:
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        finally:
+            writer.close()
 
 
 def test_labels(keys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 
@@ -166,6 +167,38 @@ def test_capacity_of_the_real_client():
     client.state = "dead"
     with pytest.raises(EngineDead):
         client.check_capacity(1, 1)
+
+
+async def test_large_work_waits_behind_its_like_and_is_bounded(make_endpoint):
+    endpoint = await make_endpoint(
+        inline_encode_chars=100, limits={"large_work_bytes": 20_000, "max_large_backlog_bytes": 200_000}
+    )
+    gate = threading.Event()
+    original = endpoint.tokenizer.encode
+
+    def encode(text, **kwargs):
+        if len(text) > 20_000:
+            assert gate.wait(10)
+        return original(text, **kwargs)
+
+    endpoint.tokenizer.encode = encode
+    large = {"prompt": "x" * 60_000, "return_token_strs": True}
+    tasks = [asyncio.create_task(endpoint.post("/tokenize", large)) for _ in range(3)]
+    try:
+        while endpoint.service.large_backlog_bytes < 180_000:
+            await asyncio.sleep(0.005)
+        status, answer = await endpoint.post("/tokenize", {"prompt": "y" * 18_000})  # parsed and encoded in threads
+        assert (status, answer["count"]) == (200, 18_001)
+        async with endpoint.http.post(endpoint.url + "/tokenize", json=large) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "2")
+        assert not any(task.done() for task in tasks)
+    finally:
+        gate.set()
+    for status, answer in await asyncio.gather(*tasks):
+        assert status == 200
+        assert answer["token_strs"] == ["<s>"] + ["x"] * 60_000 and answer["count"] == 60_001
+    assert endpoint.service.large_backlog_bytes == 0
+    assert (await endpoint.post("/tokenize", {"prompt": "x" * 300_000}))[0] == 200  # it waits for nobody
 
 
 async def test_bodies_held_in_memory_are_bounded_together(make_endpoint):
