@@ -17,7 +17,7 @@ demo: setup ## start the server with a real small model, ask it something, print
 	@$(BIN)/appliance demo --model $(MODEL) --backend $(BACKEND)
 
 serve: setup ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODEL=smollm2 BACKEND=cpu)
-	@exec $(BIN)/appliance serve --model $(MODEL) --backend $(BACKEND) --host $(HOST) --port $(PORT)
+	@exec $(BIN)/appliance serve --model $(MODEL) --backend $(BACKEND) --host $(HOST) --port $(PORT) $(if $(ARGS),-- $(ARGS))
 
 test: setup-dev ## all tests, reduced counts (what CI runs)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup

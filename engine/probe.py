@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.batch import replay
 from engine.errors import EngineError
 from engine.loader import HASH_BLOCK_BYTES
@@ -30,11 +32,14 @@ class Probe:
     def golden(self, token_ids: list[int]) -> Job:
         """SHA-256 hex over the float32 logits of every position: the bits that judge a GPU and a release."""
         digest = hashlib.sha256()
+        finite = True  # NaN has bits too and may be hashed, but whoever compares should be told
         with contextlib.closing(replay(self._kv_cache, token_ids, self._chunk_tokens)) as batches:
             for _start, batch in batches:
-                digest.update(self._runner.forward(batch).tobytes())
+                logits = self._runner.forward(batch)
+                finite = finite and bool(np.isfinite(logits).all())
+                digest.update(logits.tobytes())
                 yield
-        return {"sha256": digest.hexdigest(), "positions": len(token_ids)}
+        return {"sha256": digest.hexdigest(), "positions": len(token_ids), "finite": finite}
 
     def find_nonfinite(self, token_ids: list[int]) -> dict[str, Any] | None:
         """{"layer", "op", "position"} of the first NaN or Inf, in the order of the arithmetic, or None."""

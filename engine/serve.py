@@ -12,6 +12,7 @@ import asyncio
 import errno
 import gc
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,9 +144,9 @@ async def serve(args: argparse.Namespace) -> int:
     _warn(config, tokenizer)
     watching: list[asyncio.Task[None]] = []
 
-    def begin(_addresses: list[Any]) -> None:  # keys, certificate and port are fine: now the long part, the load
+    def begin(addresses: list[Any]) -> None:  # keys, certificate and port are fine: now the long part, the load
         client.start()
-        watching.append(asyncio.create_task(_announce(client)))
+        watching.append(asyncio.create_task(_announce(client, f"{config.model} on {_urls(addresses, config)}")))
 
     gc.collect()
     gc.freeze()  # what start-up made lives for ever: no collection has to look at it again
@@ -191,10 +192,18 @@ def _warn(config: ApiConfig, tokenizer: Tokenizer) -> None:
         log_event(log, logging.WARNING, "no_chat_template", f"chat requests will be refused: {error.message}")
 
 
-async def _announce(client: EngineClient) -> None:
+def _urls(addresses: list[Any], config: ApiConfig) -> str:
+    scheme = "https" if config.tls_cert else "http"
+    names = [a if isinstance(a, str) else f"[{a[0]}]:{a[1]}" if ":" in a[0] else f"{a[0]}:{a[1]}" for a in addresses]
+    return ", ".join(name if name.startswith("/") else f"{scheme}://{name}" for name in names)
+
+
+async def _announce(client: EngineClient, where: str) -> None:
     ready = await client.wait_ready()
     fields: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__}
     log_event(log, logging.INFO, "ready", "the model is loaded", **fields)
+    if sys.stdout.isatty():  # for a person in front of it; the log is for machines
+        print(f"ready: {where} (Ctrl-C stops)", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

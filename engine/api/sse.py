@@ -48,6 +48,8 @@ async def stream(
     response.charset = "utf-8"
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"  # nginx would otherwise collect events
+    if request.version < (1, 1):
+        response.force_close()  # without chunks the end of the connection is the only end of a stream
     try:
         batch = await run.next_batch()
         await response.prepare(request)

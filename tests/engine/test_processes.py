@@ -200,8 +200,8 @@ async def test_operators_questions_answer_or_refuse_and_never_kill(model_dir: Pa
             assert len(hashes) == 1
             status, answer = await ask("checksum", {})
             assert status == 200 and answer["result"]["expected"] == answer["result"]["actual"]
-            poisoned, _ = await ask("golden", {"args": {"prompt_ids": [1, POISON, 2]}})
-            assert poisoned == 200  # NaN has bits too: a sick GPU gives another hash, not a dead engine
+            status, poisoned = await ask("golden", {"args": {"prompt_ids": [1, POISON, 2]}})
+            assert status == 200 and poisoned["result"]["finite"] is False  # another hash, not a dead engine
 
 
 async def test_a_long_question_of_an_operator_delays_nobody(model_dir: Path, tmp_path: Path) -> None:

@@ -417,3 +417,12 @@ async def test_no_versions_are_told(endpoint):
     for request in (b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"nonsense\r\n\r\n"):
         raw = await exchange(endpoint, request)
         assert b"aiohttp" not in raw and b"Python" not in raw
+
+
+async def test_a_stream_over_http_1_0_ends_with_its_connection(make_endpoint):
+    """keep-alive or not: without chunks there is no other end, and the client waits for it."""
+    endpoint = await make_endpoint()
+    body = b'{"prompt": "x", "max_tokens": 2, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\n" + HOST + b"Connection: keep-alive\r\nContent-Type: application/json\r\n"
+    raw = await exchange(endpoint, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)  # reads to the end
+    assert raw.endswith(b"data: [DONE]\n\n")
