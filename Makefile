@@ -22,8 +22,8 @@ serve: setup ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODE
 test: setup-dev ## all tests, reduced counts (what CI runs)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-test-full: setup-dev ## the issues' full counts (about an hour)
-	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q
+test-full: setup-dev ## the issues' full counts (about half an hour)
+	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 1800
 
 bench: setup-bench ## our figures beside the peers', in one run
 	@$(BIN)/python -m tests.bench
