@@ -391,13 +391,15 @@ async def test_tls():
     async with listening(app, host="127.0.0.1") as addresses, aiohttp.ClientSession() as http:
         port = addresses[0][1]
         trust = ssl.create_default_context(cafile=str(cert))
-        async with http.get(f"https://localhost:{port}/livez", ssl=trust) as response:
+        async with http.get(f"https://127.0.0.1:{port}/livez", ssl=trust, server_hostname="localhost") as response:
             assert response.status == 200
         body = {"prompt": "x", "max_tokens": 3, "stream": True}
-        async with http.post(f"https://localhost:{port}/v1/completions", json=body, ssl=trust) as response:
+        async with http.post(
+            f"https://127.0.0.1:{port}/v1/completions", json=body, ssl=trust, server_hostname="localhost"
+        ) as response:
             assert (await response.text()).endswith("data: [DONE]\n\n")
         with pytest.raises(aiohttp.ClientError):
-            await http.get(f"http://localhost:{port}/livez")
+            await http.get(f"http://127.0.0.1:{port}/livez")
     with pytest.raises(ConfigError, match="cannot load"):
         tls_context(make_config(tls_cert=private, tls_key=private))
 
