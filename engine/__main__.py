@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-for _signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+for _signal in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # SIGTERM last: when it is ours, all are
     signal.signal(_signal, lambda *_: os._exit(0))  # nothing is open yet
 for _fd in (0, 1, 2):  # closed by whoever started us: the next file opened would become our standard error
     try:
