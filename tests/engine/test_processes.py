@@ -368,6 +368,32 @@ def test_closed_standard_files_are_no_reason_to_die_silently(model_dir: Path) ->
     assert subprocess.run([*closed, *command], env=python_env(), timeout=60).returncode == 4
 
 
+async def test_a_broken_chat_template_is_told_at_the_start(tmp_path: Path) -> None:
+    """It is the operator's fault and must not wait for a client to find it; completions are served all the same."""
+    directory = make_tiny_model(tmp_path / MODEL)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{% for m in messages %"}))
+    async with await Server.start(directory, "--kv-tokens", "2048") as server, aiohttp.ClientSession() as session:
+        assert any(json.loads(line)["event"] == "no_chat_template" for line in server.log_lines())
+        assert (await complete(session, server))[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_ended_leaves_no_server_behind(model_dir: Path, number: signal.Signals) -> None:
+    demo = subprocess.Popen(
+        [*python_module("appliance"), "demo", "--model", str(model_dir), "--tokens", "2000"],
+        env=python_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(family := psutil.Process(demo.pid).children(recursive=True)) < 2:  # engine-api and engine-core
+        assert demo.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    demo.send_signal(number)
+    assert demo.wait(60) != 0
+    _, alive = psutil.wait_procs(family, 10)
+    assert not alive
+
+
 def test_port_in_use_and_public_bind_without_keys_are_refused(tmp_path: Path) -> None:
     import socket
 
