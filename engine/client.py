@@ -175,18 +175,6 @@ class EngineClient:
     def core_pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def drain(self) -> None:
-        if self.state == "ready":
-            self.state = "draining"
-
-    def undrain(self) -> None:
-        if self.state == "draining":
-            self.state = "ready"
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._handles)
-
     async def stop(self, grace_seconds: float = 5.0) -> int:
         """Ask engine-core to end, wait, then insist. Requests still open fail. Returns its exit status."""
         process = self._process
@@ -325,7 +313,6 @@ class EngineClient:
         self._flush()
 
     def _flush(self) -> None:
-        self._retry = None
         pushed = False
         while self._outbox and self._to_core.push(self._outbox[0]):
             self._outbox.popleft()
@@ -333,7 +320,11 @@ class EngineClient:
         if pushed:
             self._to_core.ring_bell()
         if self._outbox and self._retry is None:  # full: engine-core is behind; order is kept, nothing is dropped
-            self._retry = asyncio.get_running_loop().call_later(0.005, self._flush)
+            self._retry = asyncio.get_running_loop().call_later(0.005, self._flush_again)
+
+    def _flush_again(self) -> None:
+        self._retry = None  # one timer at a time, however many messages come meanwhile
+        self._flush()
 
     def _receive(self) -> None:
         self._to_api.clear_bell()

@@ -27,7 +27,7 @@ from engine.params import EMBED_SOURCE, LM_HEAD_SOURCE
 from engine.types import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from engine.config import ModelConfig
@@ -210,11 +210,21 @@ def arena_checksum(buffer: memoryview, *, num_threads: int = 1) -> str:
     The result does not depend on num_threads.
     """
 
-    def digest(start: int) -> bytes:
-        return hashlib.sha256(buffer[start : start + HASH_BLOCK_BYTES]).digest()
-
     with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as pool:
-        return hashlib.sha256(b"".join(pool.map(digest, range(0, len(buffer), HASH_BLOCK_BYTES)))).hexdigest()
+        return combine_digests(pool.map(lambda start: block_digest(buffer, start), block_starts(buffer)))
+
+
+def block_starts(buffer: memoryview) -> range:
+    return range(0, len(buffer), HASH_BLOCK_BYTES)
+
+
+def block_digest(buffer: memoryview, start: int) -> bytes:
+    return hashlib.sha256(buffer[start : start + HASH_BLOCK_BYTES]).digest()
+
+
+def combine_digests(digests: Iterable[bytes]) -> str:
+    """The checksum, from the digests of all blocks in order."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _tied_head_notes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.batch import replay
 from engine.errors import EngineError
-from engine.loader import HASH_BLOCK_BYTES
+from engine.loader import block_digest, block_starts, combine_digests
 
 if TYPE_CHECKING:
     from engine.jobs import Job
@@ -56,8 +56,8 @@ def checksum(weights: Weights) -> Job:
     if weights.arena is None:
         raise EngineError("these weights have no arena to read back")
     digests = []
-    for start in range(0, len(weights.arena), HASH_BLOCK_BYTES):
-        digests.append(hashlib.sha256(weights.arena[start : start + HASH_BLOCK_BYTES]).digest())
+    for start in block_starts(weights.arena):
+        digests.append(block_digest(weights.arena, start))
         yield
-    actual = hashlib.sha256(b"".join(digests)).hexdigest()
+    actual = combine_digests(digests)
     return {"expected": weights.checksum, "actual": actual, "ok": actual == weights.checksum}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,10 @@ from aiohttp import web
 from engine.api.errors import ApiError, unavailable
 from engine.api.openai import json_response
 from engine.api.service import CONTEXT, SERVICE
+from engine.host_memory import resident_bytes
 
 if TYPE_CHECKING:
     from engine.api.service import Service
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -100,7 +98,7 @@ def state(service: Service) -> dict[str, Any]:
 
 def memory() -> dict[str, int | None]:
     """Memory of engine-api and of the host, in bytes (proc(5))."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    resident = resident_bytes()
     host = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
