@@ -1,0 +1,109 @@
+// What every kernel shares: types, the first parameter, error reports, the trace of a profiled step.
+//
+// A kernel file includes only this. With APPLIANCE_EMULATE it is compiled by a host C++ compiler against the SIMT
+// emulator of tests/kernels/emulator instead of nvcc, so that kernels are tested where there is no GPU.
+#pragma once
+#include <stdint.h>
+#ifdef APPLIANCE_EMULATE
+#include "cuda_emulator.h"
+#else
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+using bf16 = __nv_bfloat16;
+
+constexpr int PAGE_TOKENS = 128;  // engine/types.py:PAGE_TOKENS
+
+// A kernel's shared memory beyond static arrays: `DYNAMIC_SHARED(smem)` declares `uint8_t* smem`, 1024-byte aligned.
+#ifndef APPLIANCE_EMULATE
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+#endif
+
+// ---- what went wrong on the device ---------------------------------------------------------------------------------
+
+enum ErrorCode : uint32_t {
+    ERROR_NONE = 0,
+    ERROR_PAGE_RANGE = 1,      // a block table entry outside the pool; value = the entry
+    ERROR_POSITION_RANGE = 2,  // a position past the rope table or the block table; value = the position
+    ERROR_TOKEN_RANGE = 3,     // a token id outside the vocabulary; value = the id
+    ERROR_NONFINITE = 4,       // NaN or Inf in what a kernel produced; value = its element index
+    ERROR_LOGITS = 5,          // a row of logits that cannot be sampled
+};
+
+struct ErrorEntry {  // 32 bytes, engine/cuda/errors.py reads it
+    uint32_t code;
+    uint32_t op;  // OpId below
+    int32_t layer;
+    int32_t head;
+    int32_t slot;
+    int32_t position;
+    int32_t value;
+    uint32_t sm;
+};
+
+constexpr uint32_t ERROR_RING_ENTRIES = 256;  // a power of two
+
+struct ErrorRing {  // in mapped host memory; the host reads entries below `written`
+    uint32_t written;
+    uint32_t pad[7];
+    ErrorEntry entries[ERROR_RING_ENTRIES];
+};
+
+enum OpId : uint32_t {
+    OP_PREPARE = 0, OP_EMBED = 1, OP_RMSNORM = 2, OP_QKV = 3, OP_ROPE = 4, OP_ATTENTION = 5, OP_O = 6, OP_GATE_UP = 7,
+    OP_DOWN = 8, OP_LM_HEAD = 9, OP_SAMPLER = 10,
+};
+
+// First parameter of every kernel, 40 bytes. engine/cuda/launch.py packs it.
+struct Common {
+    ErrorRing* errors;       // never null
+    uint32_t* slot_errors;   // (max_slots + 1,): bit ErrorCode is set for a slot whose request must fail
+    uint64_t* trace;         // null, or (number of launches of a step,): %globaltimer at the start of each kernel
+    int32_t trace_index;     // this launch's place in trace
+    int32_t layer;           // -1 outside the layers
+    uint32_t op;
+    uint32_t pad;
+};
+
+#include "ptx.cuh"
+
+// Fail the request in `slot` and leave a report. Any thread; rare.
+__device__ __noinline__ inline void report_error(const Common& common, ErrorCode code, int head, int slot, int position, int value) {
+    atomicOr(&common.slot_errors[slot], 1u << code);
+    uint32_t index = atomicAdd(&common.errors->written, 1u) % ERROR_RING_ENTRIES;
+    ErrorEntry entry = {code, common.op, common.layer, head, slot, position, value, ptx::sm_id()};
+    common.errors->entries[index] = entry;
+    __threadfence_system();
+}
+
+// Every kernel calls this first: lets the next kernel of the stream begin (it waits for our end before it touches what
+// we write), and stamps the trace.
+__device__ __forceinline__ void begin_kernel(const Common& common) {
+    ptx::launch_dependents();
+    if (common.trace != nullptr && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0)
+        common.trace[common.trace_index] = ptx::global_timer();
+}
+
+// ---- layouts ---------------------------------------------------------------------------------------------------------
+
+// A weight matrix W (N, K) bf16 lives in the arena as tiles of 16 rows x 64 columns, 2 KB each, tile (n/16, k/64) at
+// ((n/16) * (K_pad/64) + k/64) * 2048 bytes: the 16 rows' whole K is one contiguous stream. N is padded to 16, K to 64,
+// both with zeros. A tile is two "atoms" of 8 rows x 128 bytes in the 128-byte swizzle that TMA, wgmma and ldmatrix share
+// (PTX ISA, "Shared memory matrix layout"): the 16-byte chunk c (0..7) of row r (0..7) stands at chunk c ^ r.
+// gate_up: a 16-row tile holds 8 gate rows, then the 8 matching up rows, so that one thread holds both halves of a pair.
+__host__ __device__ constexpr int64_t tile_offset(int n, int k, int k_pad) {  // in elements
+    return ((int64_t)(n >> 4) * (k_pad >> 6) + (k >> 6)) * 1024 + ((n >> 3) & 1) * 512 + (n & 7) * 64 +
+           ((((k >> 3) & 7) ^ (n & 7)) << 3) + (k & 7);
+}
+
+// K and V of one layer: (pages, kv heads, 128 tokens, Dp) bf16, Dp = head_dim padded to 64, 96, 128 or 256. The 16-byte
+// chunk c of token t's row stands at swizzled_chunk(c, t, Dp): a straight copy of a page to shared memory can then be read
+// by ldmatrix without bank conflicts.
+__host__ __device__ constexpr int swizzled_chunk(int chunk, int token, int dp) {
+    return dp == 96 ? chunk ^ ((token >> 1) & 3) : chunk ^ (token & 7);
+}
+__host__ __device__ constexpr int64_t kv_offset(int64_t page, int head, int token, int d, int num_kv_heads, int dp) {
+    return ((page * num_kv_heads + head) * PAGE_TOKENS + token) * dp + swizzled_chunk(d >> 3, token, dp) * 8 + (d & 7);
+}

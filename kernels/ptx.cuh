@@ -1,0 +1,134 @@
+// The instructions CUDA C++ has no names for, one inline function each (PTX ISA 9.0). Included by common.cuh only.
+//
+// The emulator (tests/kernels/emulator) has the same functions in C++. Add to both.
+#pragma once
+#ifndef APPLIANCE_EMULATE
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HAS_SM90 1  // bulk copies, mbarriers with transaction counts, programmatic dependent launch
+#else
+#define HAS_SM90 0
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA 1
+#else
+#define HAS_WGMMA 0
+#endif
+
+using TensorMap = CUtensorMap;  // a kernel takes it as `const __grid_constant__ TensorMap map`
+
+namespace ptx {
+
+__device__ __forceinline__ uint32_t sm_id() { uint32_t id; asm volatile("mov.u32 %0, %%smid;" : "=r"(id)); return id; }
+__device__ __forceinline__ uint64_t global_timer() { uint64_t t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// ---- programmatic dependent launch (no-ops before sm_90) -------------------------------------------------------------
+__device__ __forceinline__ void launch_dependents() {
+#if HAS_SM90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Returns when all earlier kernels of the stream have ended and their writes are visible.
+__device__ __forceinline__ void wait_for_previous() {
+#if HAS_SM90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- asynchronous copies, sm_80 --------------------------------------------------------------------------------------
+// 16 bytes global -> shared; bytes beyond `valid` (0..16) are zero and not read.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- tensor cores, sm_80 ---------------------------------------------------------------------------------------------
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+// d (16 x 8 fp32) += a (16 x 16 bf16, row-major) * b (16 x 8 bf16, column-major). Lane l: g = l/4, q = l%4; d[0..1] = row g,
+// columns 2q, 2q+1; d[2..3] = row g + 8.
+__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Barrier `id` (1..15; 0 is __syncthreads) among `threads` threads of the block.
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+#if HAS_SM90
+// ---- mbarriers and bulk copies, sm_90 --------------------------------------------------------------------------------
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+// One arrival, and `bytes` more that copies must deliver before the phase ends.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+// More bytes for the current phase, without an arrival.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* bar, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+// Returns when the phase with parity `parity` (0, 1, 0 ...) has ended.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
+    asm volatile("{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}"
+                 ::"r"(shared_address(bar)), "r"(parity) : "memory");
+}
+// `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared; completes on `bar`. One thread.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+// The same, for data that is read once: evicted from L2 first.
+__device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, int bytes, uint64_t* bar) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void bulk_prefetch_l2(const void* global, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+// A box of a 2-D tensor map (column `x`, row `y` of its first element) -> shared; completes on `bar`. One thread. What lies
+// outside the tensor arrives as zeros and counts as bytes.
+__device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// Ordinary writes to shared memory before, asynchronous reads (wgmma, bulk copies) after.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+#if HAS_WGMMA
+// ---- wgmma, sm_90a ---------------------------------------------------------------------------------------------------
+// Descriptor of a K-major operand in 128-byte swizzle: rows of 64 bf16, atoms of 8 rows 1024 bytes apart, base 1024-byte
+// aligned (the next 16 columns: + 32 bytes on the address). PTX ISA, "Matrix descriptor format".
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
+    return (uint64_t)((shared & 0x3FFFF) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 62);
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+template <int REGISTERS> __device__ __forceinline__ void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> __device__ __forceinline__ void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+#endif
+
+}  // namespace ptx
+
+#if HAS_WGMMA
+#include "wgmma.cuh"  // ptx::wgmma<N>(float (&d)[N / 2], descriptor_a, descriptor_b): one m64nNk16, generated
+#endif
+#endif
