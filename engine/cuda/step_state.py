@@ -8,8 +8,9 @@ Slots. A running sequence owns a slot 0..max_slots-1 (max_slots = max_batch_seqs
 parameters and counts, `last_token` and `slot_errors`. Slot max_slots is the dummy of padding rows: all entries of its
 block table are the dummy page (index num_pages, one page beyond the pool).
 
-Rows. A step has `num_rows` token rows: decode rows first, padded to `decode_rows` (a graph's bucket; eager steps are not
-padded), then the prefill items end to end. Rows that belong to nobody are padding: token 0, position 0, slot max_slots.
+Rows. A step has `num_rows` token rows: decode rows first, padded to `decode_rows` (a graph's bucket; eager steps are
+not padded), then the prefill items end to end. Rows that belong to nobody are padding: token 0, position 0, slot
+max_slots.
 
 Layout of the upload, in 32-bit words. Every section starts at a multiple of 4 words, records of 4 words can be read as
 one int4. Header:
@@ -30,8 +31,8 @@ Sections (`x_at` is the word where section x starts):
                                                          (target -1), then those that only score the token `target`;
                                                          num_generated = tokens generated before this one (RNG counter)
     runs    num_runs x (slot, first_index, count, offset)   block_tables[slot][first_index + i] = pages[offset + i], and
-                                                         every entry after the last of them = the dummy page. At most one
-                                                         run a slot, so runs are independent of each other
+                                                         every entry after the last of them = the dummy page. At most
+                                                         one run a slot, so runs are independent of each other
     pages   page indices
 
 step_prepare(Common, const int32_t* upload,
