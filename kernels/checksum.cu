@@ -36,22 +36,14 @@ __device__ __forceinline__ uint64_t block_sum(uint64_t value) {
     return value;
 }
 
-}  // namespace
-
-// out[i] = sum of part first_part + i of the `vectors` x 16 bytes at `memory`, for i < gridDim.x.
-extern "C" __global__ void __launch_bounds__(THREADS)
-checksum(const Common common, const uint4* memory, int64_t vectors, uint64_t* out, int first_part) {
-    begin_kernel(common);
-    ptx::wait_for_previous();
-    int part = first_part + (int)blockIdx.x, column = part % PARTS * THREADS + (int)threadIdx.x;
-    int64_t start = (int64_t)(part / PARTS) * ROWS * VECTORS_A_ROW + column;
-    uint64_t h[4] = {0, 0, 0, 0};
+// Four columns from vector `start` on. GUARDED: what lies beyond `vectors` is zero.
+template <bool GUARDED> __device__ __forceinline__ void run_columns(uint64_t (&h)[4], const uint4* memory, int64_t start, int64_t vectors) {
     for (int row = 0; row < ROWS; row += UNROLL) {
         uint4 words[UNROLL];
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
             int64_t at = start + (int64_t)(row + i) * VECTORS_A_ROW;
-            words[i] = at < vectors ? __ldcs(memory + at) : make_uint4(0, 0, 0, 0);
+            words[i] = !GUARDED || at < vectors ? __ldcs(memory + at) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) {
@@ -61,6 +53,22 @@ checksum(const Common common, const uint4* memory, int64_t vectors, uint64_t* ou
             h[3] = h[3] * MULTIPLIER + words[i].w;
         }
     }
+}
+
+}  // namespace
+
+// out[i] = sum of part first_part + i of the `vectors` x 16 bytes at `memory`, for i < gridDim.x.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+checksum(const Common common, const uint4* memory, int64_t vectors, uint64_t* out, int first_part) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    int part = first_part + (int)blockIdx.x, column = part % PARTS * THREADS + (int)threadIdx.x;
+    int64_t start = (int64_t)(part / PARTS) * ROWS * VECTORS_A_ROW + column;
+    uint64_t h[4] = {0, 0, 0, 0};
+    if (start + (int64_t)(ROWS - 1) * VECTORS_A_ROW < vectors)
+        run_columns<false>(h, memory, start, vectors);
+    else
+        run_columns<true>(h, memory, start, vectors);
     uint64_t sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) sum += mix(h[i] + (uint64_t)(4 * column + i + 1) * GOLDEN);
