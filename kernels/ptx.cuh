@@ -70,9 +70,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatil
 // Counts as the arrivals of these threads at barrier `id`, without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// 2^x, subnormals (of x and of the result) as zero: one instruction, the same bits on one GPU model.
-__device__ __forceinline__ float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-
 #if HAS_SM90
 // ---- mbarriers and bulk copies, sm_90 --------------------------------------------------------------------------------
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {

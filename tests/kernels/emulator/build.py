@@ -27,7 +27,7 @@ FLAGS = (
     *("-std=c++20", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-math-errno"),
 )
-KERNEL_FLAGS = (*FLAGS, "-O2", "-g1", "-Wno-unknown-pragmas", "-Wno-attributes")
+KERNEL_FLAGS = (*FLAGS, "-O2", "-g1", "-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-psabi")
 RUNTIME_FLAGS = (*FLAGS, "-O3", "-g1")
 # __global__ and __launch_bounds__ survive the preprocessor, for find_kernels; the compiler itself gets nothing.
 ERASED = ("-D__global__=", "-D__launch_bounds__(...)=", "-D__cluster_dims__(...)=", "-D__maxnreg__(...)=")

@@ -52,12 +52,6 @@ inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
     emulator::warp_collective(emulator::WAIT_MMA, 0xFFFFFFFF, operand, file, line, emulator::mma_16816);
 }
 
-// ex2.approx.ftz: subnormal arguments and results are zero.
-inline float exp2_approx(float x) {
-    float y = exp2f(x);
-    return y < 0x1p-126f ? 0.0f : y;
-}
-
 inline void named_barrier(int id, int threads, EMULATOR_SITE) { emulator::barrier_sync(id, threads, false, file, line); }
 inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive_only(id, threads); }
 
