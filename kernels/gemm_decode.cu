@@ -21,32 +21,9 @@
 // With clusters, the blocks of a cluster read the same x: each fetches every n-th tile of a piece into all of them.
 //
 // Launch: kernels/gemm.py. Grid (blocks, 1, 1), (2 + lanes * SPLIT) * 32 threads, cluster 1, 2 or 4 along x.
-#include "math.cuh"
-
-enum Epilogue { F32, ADD, SWIGLU };
+#include "gemm_core.cuh"
 
 #if HAS_SM90
-
-// Two tiles' worth of operands are in registers at a time: the loads of one overlap the mma chain of the other.
-template <int GROUPS> struct Fragments {
-    uint32_t w[4][4];          // 16 rows x 64 columns
-    uint32_t x[GROUPS][2][4];  // 8 tokens x 64 columns each
-
-    __device__ __forceinline__ void load(uint32_t w_lane, uint32_t x_lane) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) ptx::ldmatrix_x4(w[k], w_lane ^ (k << 5));
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) ptx::ldmatrix_x4(x[g][h], (x_lane + g * 1024) ^ (h << 6));
-    }
-    __device__ __forceinline__ void multiply(float (&acc)[GROUPS][4]) const {
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) ptx::mma_16816(acc[g], w[k], x[g][k >> 1][(k & 1) * 2], x[g][k >> 1][(k & 1) * 2 + 1]);
-    }
-};
 
 // A place in a ring of `stages`, and the parity of the barriers there.
 struct Cursor {
@@ -160,14 +137,12 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
         if (cluster > 1) ptx::cluster_wait();
         ptx::wait_for_previous();  // before we read or write `out`
         const int c = (warp - 2) / SPLIT, part = (warp - 2) % SPLIT;
-        const int r = lane & 7, i = lane >> 3;  // ldmatrix: this lane names row r of matrix i
-        const uint32_t w_lane = ptx::shared_address(w_ring + c * w_stages * W_PIECE) + (i & 1) * 1024 + r * 128 + (((i >> 1) ^ r) << 4);
-        const uint32_t x_lane = ptx::shared_address(x_ring) + part * WARP_GROUPS * 1024 + r * 128 + ((i ^ r) << 4);
-        const int g = lane >> 2, q = lane & 3;  // mma: this lane holds rows g and g + 8, tokens 2q and 2q + 1
+        const uint32_t w_lane = ptx::shared_address(w_ring + c * w_stages * W_PIECE) + Fragments<WARP_GROUPS>::w_offset(lane);
+        const uint32_t x_lane = ptx::shared_address(x_ring) + part * WARP_GROUPS * 1024 + Fragments<WARP_GROUPS>::x_offset(lane);
         Cursor w_at, x_at;
         for (int pass = 0; pass < run.passes; pass++) {
             const bool active = c < run.pass_count(pass);
-            const int tile = run.pass_first(pass) + c;
+            const Place place(run.pass_first(pass) + c, part * WARP_GROUPS * 8, lane);
             auto wait_piece = [&]() {
                 ptx::mbarrier_wait(x_full + x_at.slot, x_at.parity);
                 if (active) ptx::mbarrier_wait(w_full + c * w_stages + w_at.slot, w_at.parity);
@@ -187,35 +162,25 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                 continue;
             }
             float acc[WARP_GROUPS][4] = {}, residual[WARP_GROUPS][4];
-            auto element = [&](int group, int j, bool& in) -> int64_t {  // of out, fp32
-                const int m = (part * WARP_GROUPS + group) * 8 + q * 2 + (j & 1), n = tile * 16 + g + (j >> 1) * 8;
-                in = m < M && n < N;
-                return (int64_t)m * ld_out + n;
-            };
-            if (EPILOGUE == ADD) {  // early, so that it is here when the sum is
-#pragma unroll
-                for (int group = 0; group < WARP_GROUPS; group++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        bool in;
-                        int64_t at = element(group, j, in);
-                        residual[group][j] = in ? ((const float*)out)[at] : 0.0f;
-                    }
-            }
+            if (EPILOGUE == ADD) load_residual(residual, (const float*)out, place, M, N, ld_out);  // early: here when the sum is
+            // Two steps' operands at a time: the loads of one overlap the mma chain of the other.
             Fragments<WARP_GROUPS> even, odd;
             wait_piece();
-            even.load(w_lane + w_at.slot * W_PIECE, x_lane + x_at.slot * X_PIECE);
+            even.load_w(w_lane + w_at.slot * W_PIECE);
+            even.load_x(x_lane + x_at.slot * X_PIECE);
             int inside = 0;  // tile within the piece
             for (int t = 0; t + 2 <= k_tiles; t += 2) {
                 const int w_slot = w_at.slot, x_slot = x_at.slot;
-                odd.load(w_lane + w_slot * W_PIECE + (inside + 1) * 2048, x_lane + x_slot * X_PIECE + (inside + 1) * X_BOX);
+                odd.load_w(w_lane + w_slot * W_PIECE + (inside + 1) * 2048);
+                odd.load_x(x_lane + x_slot * X_PIECE + (inside + 1) * X_BOX);
                 even.multiply(acc);
                 const bool end = PIECE_TILES == 2 || inside + 2 == PIECE_TILES;  // of the piece
                 inside = end ? 0 : inside + 2;
                 if (end) { w_at.advance(w_stages); x_at.advance(x_stages); }
                 if (t + 2 < k_tiles) {
                     if (end) wait_piece();
-                    even.load(w_lane + w_at.slot * W_PIECE + inside * 2048, x_lane + x_at.slot * X_PIECE + inside * X_BOX);
+                    even.load_w(w_lane + w_at.slot * W_PIECE + inside * 2048);
+                    even.load_x(x_lane + x_at.slot * X_PIECE + inside * X_BOX);
                 }
                 odd.multiply(acc);
                 if (end) release_piece(w_slot, x_slot);
@@ -226,23 +191,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                 w_at.advance(w_stages);
                 x_at.advance(x_stages);
             }
-#pragma unroll
-            for (int group = 0; group < WARP_GROUPS; group++) {
-                if (EPILOGUE == SWIGLU) {
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const int m = (part * WARP_GROUPS + group) * 8 + q * 2 + j;
-                        if (m < M && tile * 16 + g < N) ((bf16*)out)[(int64_t)m * ld_out + tile * 8 + g] = __float2bfloat16_rn(swiglu(acc[group][j], acc[group][j + 2]));
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        bool in;
-                        int64_t at = element(group, j, in);
-                        if (in) ((float*)out)[at] = EPILOGUE == ADD ? __fadd_rn(residual[group][j], acc[group][j]) : acc[group][j];
-                    }
-                }
-            }
+            store<EPILOGUE>(acc, residual, out, place, M, N, ld_out);
         }
     }
     if (cluster > 1) {  // nobody leaves while others may still signal here
