@@ -39,16 +39,18 @@ step_prepare(Common, const int32_t* upload,
              int32_t* token_ids, int32_t* positions, int32_t* slots,        (num_rows,) out
              int32_t* block_tables,                                         (max_slots + 1, table_width) in, out
              int32_t* tiles,                                                (num_tiles, 2) out
-             int32_t* logits_rows, int32_t* logits_slots,                   (num_logits_rows,) out
-             int32_t* logits_generated, int32_t* logits_targets,            (num_logits_rows,) out
+             int32_t* logits_rows,                                          (num_logits_rows,) out
+             int32_t* descriptors,                                          (num_logits_rows, 5) out
              int32_t* page_prefix,                                          (decode_rows + 1,) out
              const int32_t* last_token,                                     (max_slots + 1,) in
              int num_rows, int decode_rows, int num_logits_rows,            of the launch, padding included
              int max_slots, int table_width, int dummy_page, int window,    window 0 = none
              int vocab)
-It also clears common.slot_errors (max_slots + 1). Padding logits rows (num_logits .. num_logits_rows - 1): row =
-min(r, num_rows - 1), slot max_slots, generated 0, target -1. page_prefix[0] = 0 and page_prefix[i + 1] = page_prefix[i]
-+ p/128 - max(0, p - window + 1)/128 + 1 with p the position of decode row i (padding rows too: position 0, 1 page).
+It also clears common.slot_errors (max_slots + 1). descriptors: kernels/sampler_state.cuh:RowDescriptor, that is slot,
+num_generated, mode (0 padding, 1 sample, 2 score), target, position of the token that is chosen or scored (the row's
++ 1). Padding logits rows (num_logits .. num_logits_rows - 1): row = min(r, num_rows - 1), slot max_slots.
+page_prefix[0] = 0 and page_prefix[i + 1] = page_prefix[i] + p/128 - max(0, p - window + 1)/128 + 1 with p the position
+of decode row i (padding rows too: position 0, 1 page).
 A slot, row, page, position or token out of range is reported and its row becomes padding, so that no later kernel can
 leave its arrays.
 """
@@ -97,9 +99,7 @@ class StepLimits:
             "block_tables": (self.max_slots + 1) * self.table_width,
             "tiles": 2 * self.max_tiles,
             "logits_rows": self.max_logits_rows,
-            "logits_slots": self.max_logits_rows,
-            "logits_generated": self.max_logits_rows,
-            "logits_targets": self.max_logits_rows,
+            "descriptors": 5 * self.max_logits_rows,
             "page_prefix": self.max_decode_rows + 1,
             "last_token": self.max_slots + 1,
         }
