@@ -150,7 +150,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
             auto release_piece = [&](int w_slot, int x_slot) {
                 __syncwarp();
                 if (active && lane == 0) ptx::mbarrier_arrive(w_empty + c * w_stages + w_slot);
-                if (cluster > 1) { if (lane < cluster) ptx::mbarrier_arrive_cluster(x_empty + x_slot, lane); }
+                if (cluster > 1) { if (lane < cluster) ptx::mbarrier_arrive_remote(x_empty + x_slot, lane); }
                 else if (lane == 0) ptx::mbarrier_arrive(x_empty + x_slot);
             };
             if (!active) {

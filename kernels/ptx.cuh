@@ -127,18 +127,6 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* shared, const Tensor
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"((uint16_t)blocks) : "memory");
 }
-// ---- clusters, sm_90 -------------------------------------------------------------------------------------------------
-__device__ __forceinline__ uint32_t cluster_rank() { uint32_t r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-__device__ __forceinline__ uint32_t cluster_size() { uint32_t n; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
-// A barrier of all threads of the cluster; each arrive is followed by a wait. Orders no memory but the set-up of barriers
-// behind mbarrier_fence_init.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Arrive on block `rank`'s barrier at the offset of our `bar`.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* bar, uint32_t rank) {
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
-                 ::"r"(shared_address(bar)), "r"(rank) : "memory");
-}
 // Ordinary writes to shared memory before, asynchronous reads (wgmma, bulk copies) after.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Shared -> a box of a 2-D tensor map; what lies outside the tensor is not written. One thread; then bulk_commit, and
@@ -156,9 +144,15 @@ __device__ __forceinline__ uint32_t cluster_rank() { uint32_t rank; asm volatile
 __device__ __forceinline__ void cluster_sync() {  // all threads of the cluster's blocks
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// An arrival at the barrier that stands at `bar`'s place in block `rank` of the cluster.
+// The same barrier in two halves, for all threads of a warp together: each arrive is followed by a wait. Orders no memory
+// but the set-up of mbarriers before mbarrier_fence_init.
+__device__ __forceinline__ uint32_t cluster_size() { uint32_t size; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size)); return size; }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// An arrival at the barrier that stands at `bar`'s place in block `rank` of the cluster. Says that we have read what may
+// now be overwritten (.release.cluster would cost a MEMBAR.GPU each time and add nothing).
 __device__ __forceinline__ void mbarrier_arrive_remote(uint64_t* bar, uint32_t rank) {
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}"
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
                  ::"r"(shared_address(bar)), "r"(rank) : "memory");
 }
 // bulk_copy into the same place of every block of the cluster in `mask`; completes on each one's own `bar`.
