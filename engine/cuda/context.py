@@ -72,6 +72,10 @@ def _device_info(driver: Driver, ordinal: int) -> DeviceInfo:
     )
 
 
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
 def _is_mig_name(name: str) -> bool:
     return " MIG " in f" {name} "  # "NVIDIA H200 MIG 1g.18gb"
 
@@ -102,9 +106,8 @@ def choose_device(devices: Sequence[DeviceInfo], wanted: int | str, visible: str
     device = found[0]
     _refuse_mig(device.uuid)
     if device.compute_capability < MIN_COMPUTE_CAPABILITY:
-        major, minor = device.compute_capability
         raise ConfigError(
-            f"{device.name} has compute capability {major}.{minor}; 8.0 (A100) or newer is needed",
+            f"{device.name} has compute capability {_dotted(device.compute_capability)}; 8.0 (A100) or newer is needed",
             hint="Use a GPU of the Ampere generation or newer.",
         )
     return device
@@ -141,8 +144,8 @@ class DeviceContext:
         self.missing_bytes: int | None = None  # after close: free memory at the start minus free memory at the end
         log_event(
             log, logging.INFO, "device_opened", name=self.info.name, uuid=self.info.uuid, pci=self.info.pci_bus_id,
-            compute_capability="%d.%d" % self.info.compute_capability, total_bytes=self.info.total_bytes,
-            free_bytes=self.free_bytes_at_start, driver="CUDA %d.%d" % self.driver.version,
+            compute_capability=_dotted(self.info.compute_capability), total_bytes=self.info.total_bytes,
+            free_bytes=self.free_bytes_at_start, cuda=_dotted(self.driver.version),
         )  # fmt: skip
 
     def stream(self) -> Any:

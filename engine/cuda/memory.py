@@ -1,8 +1,8 @@
 """All memory of the engine: three allocations on the device made once from a printed plan, and pinned host memory.
 
-This is the only place that allocates. plan_memory (pure) decides, DeviceMemory takes: the weight arena, the KV pool, and
-the workspace (activations, rope table, step metadata, logits, results ...), cut by bumping an offset. Everything starts
-as zeros. Nothing is allocated in a step.
+This is the only place that allocates. plan_memory (pure) decides, DeviceMemory takes: the weight arena, the KV pool,
+and the workspace (activations, rope table, step metadata, logits, results ...), cut by bumping an offset. Everything
+starts as zeros. Nothing is allocated in a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.cuda.errors import CudaCallError, check, pycuda_calls
+from engine.cuda.errors import check, pycuda_calls
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ def plan_memory(
     """Divide `fraction` of the card, or what is free of it if that is less: weights and workspace as asked, pages from
     what is left.
 
-    total_bytes, free_bytes: of the GPU now (DeviceContext.memory_info). page_bytes: one KV page over all layers, K and V.
+    total_bytes, free_bytes: of the GPU now (DeviceContext.memory_info). page_bytes: a KV page over all layers, K and V.
     min_pages, max_pages: usable pages, without the dummy page. staging_bytes: least size of the pool, which the loader
-    uses before there are pages (loader.STAGING_BYTES). Pure. ConfigError with the numbers when it does not fit.
+    uses before there are pages (WeightLoader.staging_bytes). Pure. ConfigError with the numbers when it does not fit.
     """
     if not 0 < fraction <= 1:
         raise ConfigError(f"gpu_memory_fraction is {fraction}; it must be over 0 and at most 1")
@@ -176,11 +176,10 @@ class PinnedBuffer:
         flags = context.cuda.host_alloc_flags
         chosen = (flags.DEVICEMAP if mapped else 0) | (flags.WRITECOMBINED if write_combined else 0)
         with pycuda_calls(f"allocating {nbytes / MIB:,.1f} MiB of pinned host memory"):
-            self.array: npt.NDArray[np.uint8] = context.cuda.pagelocked_empty(
-                max(nbytes, 1), np.uint8, mem_flags=chosen
-            )
-            base: Any = self.array.base
+            array = context.cuda.pagelocked_empty(max(nbytes, 1), np.uint8, mem_flags=chosen)
+            base: Any = array.base
             self.device_address = int(base.get_device_pointer()) if mapped else 0
+        self.array: npt.NDArray[np.uint8] = array
         self.array[:] = 0
         self.address = int(self.array.ctypes.data)
         self._base = base
@@ -210,9 +209,3 @@ def copy_to_host(context: DeviceContext, destination: npt.NDArray[Any], source: 
         raise ValueError("the array is not contiguous")
     result = context.api.cuMemcpyDtoHAsync(destination.ctypes.data, source, destination.nbytes, stream.handle)
     check(result, "cuMemcpyDtoHAsync")
-
-
-__all__ = [
-    "CudaCallError", "DeviceBuffer", "DeviceMemory", "MemoryPlan", "PinnedBuffer", "aligned", "copy_to_device",
-    "copy_to_host", "plan_memory",
-]  # fmt: skip
