@@ -248,10 +248,10 @@ class QkvCase:
         cos, sin = self.cos[self.positions], self.sin[self.positions]
         return to_bf16(roped_bits(q, cos, sin)), to_bf16(roped_bits(k, cos, sin)), to_bf16(v)
 
-    def page_rows(self, pages: Array) -> Array:
-        """(T, Hkv, Dp): where each token's row must be."""
-        page = self.tables[self.slots, self.positions // PAGE_TOKENS]
-        return pages[page, :, self.positions % PAGE_TOKENS]
+    def place(self, first: int = 0) -> tuple[Array, slice, Array]:
+        """Index into pages (P, Hkv, 128, Dp) that gives the rows of tokens first, first + 1 ..."""
+        slots, positions = self.slots[first:], self.positions[first:]
+        return self.tables[slots, positions // PAGE_TOKENS], slice(None), positions % PAGE_TOKENS
 
     def check_reference(self) -> None:
         """Against float64."""
@@ -263,8 +263,8 @@ class QkvCase:
         )  # fmt: skip
         for got, exact in (
             (self.q, q),
-            (self.page_rows(self.k), self.page_rows(k_pages)),
-            (self.page_rows(self.v), self.page_rows(v_pages)),
+            (self.k[self.place()], k_pages[self.place()]),
+            (self.v[self.place()], v_pages[self.place()]),
         ):
             partner = np.abs(np.roll(exact, self.head_dim // 2, axis=-1))  # rope mixes both halves of a pair
             assert_near(got[..., : self.head_dim], exact, np.abs(exact) + partner)
@@ -273,13 +273,12 @@ class QkvCase:
 def check_qkv_post(device: Device, case: QkvCase) -> None:
     case.run(device)
     assert device.take_errors() == []
-    for got, wanted in zip((case.q, case.page_rows(case.k), case.page_rows(case.v)), case.bits()):
+    for got, wanted in zip((case.q, case.k[case.place()], case.v[case.place()]), case.bits()):
         assert np.array_equal(got[..., : case.head_dim], wanted)
         assert np.all(got[..., case.head_dim :] == 0)
     case.check_reference()
     for pages in (case.k, case.v):  # nothing else was written
-        page = case.tables[case.slots, case.positions // PAGE_TOKENS]
-        pages[page, :, case.positions % PAGE_TOKENS] = POISON
+        pages[case.place()] = POISON
         assert np.all(pages == POISON)
 
 
@@ -308,11 +307,11 @@ def check_qkv_post_reports(device: Device, max_position: int) -> None:
     position_of = {int(slot): int(position) for slot, position in zip(case.slots, case.positions)}
     assert all(e["position"] == position_of[e["slot"]] for e in errors)
     assert np.all(case.q[:5] == POISON)
-    written = case.page_rows(case.k)[5:]
-    case.k[case.tables[case.slots[5:], case.positions[5:] // PAGE_TOKENS], :, case.positions[5:] % PAGE_TOKENS] = POISON
-    assert np.all(case.k == POISON) and not np.any(written == POISON)
     assert np.isnan(from_bf16(case.q[5, 1])[[5, 13]]).all()
-    assert np.isinf(from_bf16(case.page_rows(case.v)[6, 0, 15]))
+    assert np.isinf(from_bf16(case.v[case.place(5)])[1, 0, 15])
+    assert not np.any(case.k[case.place(5)] == POISON)
+    case.k[case.place(5)] = POISON
+    assert np.all(case.k == POISON)
 
 
 def check_qkv_post_padding_row(device: Device) -> None:

@@ -197,3 +197,12 @@ def check_bad_records(device: Device) -> None:
             (5, POSITION_RANGE, -1), (2, PAGE_RANGE, 41), (2, PAGE_RANGE, -2),
         ]
     )  # fmt: skip
+
+
+def check_many_decode_rows(device: Device, decode_rows: int) -> None:
+    """Decode rows only, every slot several times (a step never does that, but the sums do not mind)."""
+    rng = np.random.default_rng(decode_rows)
+    machine = Machine(device)
+    positions = rng.integers(0, machine.table_width * PAGE_TOKENS, decode_rows - 7).tolist()
+    decode = [(i % machine.max_slots, position, i % VOCAB) for i, position in enumerate(positions)]
+    machine.check(Step(decode, [], [], [], decode_rows, decode_rows, 3, [], []), [0] * (machine.max_slots + 1))
