@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.cuda.step_state import StepLimits, table_width
+from engine.errors import ConfigError
 from kernels import attention, rows, sampler
+from kernels.attention import AttentionShape
 from kernels.gemm import gemm_launch
 from kernels.launch import Op
-from kernels.layout import gate_up_rows, kv_layer_offsets, padded_columns, padded_head_dim, round_up
+from kernels.layout import PAGE_TOKENS, gate_up_rows, kv_layer_offsets, padded_columns, padded_head_dim, round_up
+from kernels.sampler import SamplerShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +31,35 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
     from kernels.launch import Executor, Launch
 
+UPDATE_WORDS = 1 << 16
+"""32-bit words of one upload of sampler slots; more are sent in turns."""
+
 LOGITS_ROWS = 256
 """Rows of logits that are in memory at once; more are computed in groups."""
 
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
-# Places in the trace: fixed for each op of a layer, whether a step has it or not.
-TRACE_PREPARE, TRACE_EMBED, TRACE_LAYERS = 0, 1, 2
+MAX_LOGPROBS = 20
+MAX_SAMPLER_EDITS = 1152
+"""Of one request: best tokens reported; ids with a bias or that min_tokens masks. The endpoint's limits are within."""
+
+# Places in the trace: fixed for each op, whether a step has it or not.
 LAYER_OPS = ("norm", "qkv", "rope", "attention", "prefill", "o", "mlp_norm", "gate_up", "down")
+TRACE_PREPARE, TRACE_EMBED, TRACE_LAYERS = 0, 1, 2
+_TAIL_OPS = ("final_norm", "lm_head", "sampler_top", "sampler_weigh", "sampler_finish")
+
+
+def trace_length(num_layers: int) -> int:
+    """The last place is for launches that are not timed."""
+    return trace_tail(num_layers) + len(_TAIL_OPS) + 1
+
+
+def trace_layer(layer: int) -> int:
+    return TRACE_LAYERS + layer * len(LAYER_OPS)
+
+
+def trace_tail(num_layers: int) -> int:
+    return trace_layer(num_layers)
 
 
 def decode_buckets(max_batch_seqs: int) -> tuple[int, ...]:
@@ -74,38 +98,64 @@ class StepSizes:
             max_rows=max_rows,
             max_decode_rows=decode_rows,
             max_logits_rows=max_rows + LOGITS_ROWS,
-            max_tiles=attention.max_tiles(self.max_batch_tokens, slots, model.head_dim),
+            # every path's tiles hold 4 tokens at least, and each sequence has one that is not full
+            max_tiles=self.max_batch_tokens // 4 + slots,
         )
 
+    def sampler(self, model: ModelConfig) -> SamplerShape:
+        slots = self.max_batch_seqs + self.probe_slots + 1
+        return SamplerShape(slots, model.vocab_size, LOGITS_ROWS, MAX_SAMPLER_EDITS, MAX_LOGPROBS)
 
-def workspace(model: ModelConfig, sizes: StepSizes, max_logprobs: int) -> dict[str, int]:
+
+def attention_shape(model: ModelConfig) -> AttentionShape:
+    """ConfigError for heads that no kernel takes."""
+    try:
+        return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.sliding_window or 0)
+    except ValueError as error:
+        raise ConfigError(f"the CUDA backend cannot serve this model: {error}", hint="use --backend cpu") from error
+
+
+def workspace(model: ModelConfig, sizes: StepSizes) -> dict[str, int]:
     """Bytes of every buffer of a step but weights and pages. All must be zero at the start: columns that only pad are
     never written."""
-    limits = sizes.limits(model, 0)
-    rows_, slots = limits.max_rows, limits.max_slots + 1
-    hidden, heads, kv_heads, head_dim = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim
+    limits, shape = sizes.limits(model, 0), attention_shape(model)
+    num_rows, hidden = limits.max_rows, model.hidden_size
+    heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
     rope_bytes = sizes.max_model_len * (head_dim // 2) * 4
+    # A row sees at most its whole table; through a window only the pages that it touches.
+    visible = min(limits.table_width, shape.window // PAGE_TOKENS + 2 if shape.window else limits.table_width)
+    results, scores = result_bytes(sizes.sampler(model), limits)
     return {
         **{name: 4 * words for name, words in limits.arrays().items()},
-        "x": 4 * rows_ * hidden,
-        "normed": 2 * rows_ * padded_columns(hidden),
-        "qkv": 4 * rows_ * (heads + 2 * kv_heads) * head_dim,
-        "q": 2 * rows_ * heads * padded_head_dim(head_dim),
-        "attended": 2 * rows_ * padded_columns(heads * head_dim),
-        "mlp": 2 * rows_ * padded_columns(model.intermediate_size),
+        "x": 4 * num_rows * hidden,
+        "normed": 2 * num_rows * padded_columns(hidden),
+        "qkv": 4 * num_rows * (heads + 2 * kv_heads) * head_dim,
+        "q": 2 * num_rows * heads * padded_head_dim(head_dim),
+        "attended": 2 * num_rows * padded_columns(heads * head_dim),
+        "mlp": 2 * num_rows * padded_columns(model.intermediate_size),
         "head_in": 2 * LOGITS_ROWS * padded_columns(hidden),
         "logits": 4 * LOGITS_ROWS * round_up(model.vocab_size, 4),
         "cos": rope_bytes,
         "sin": rope_bytes,
-        "partial": attention.partial_bytes(limits.max_decode_rows, limits.table_width, heads, head_dim),
-        "counters": attention.counter_bytes(limits.max_decode_rows, heads, kv_heads),
+        "partial": attention.partial_bytes(shape, limits.max_decode_rows * visible),
+        "counters": 4 * attention.counter_elements(shape, limits.max_decode_rows),
+        "sampler": sizes.sampler(model).num_bytes,
+        "updates": 4 * UPDATE_WORDS,
+        "results": results,
+        "scores": scores,
         "trace": 8 * trace_length(model.num_layers),
-        **sampler.workspace(slots, LOGITS_ROWS, model.vocab_size, max_logprobs),
     }
 
 
-def trace_length(num_layers: int) -> int:
-    return TRACE_LAYERS + num_layers * len(LAYER_OPS) + 2 + sampler.NUM_LAUNCHES
+def result_bytes(shape: SamplerShape, limits: StepLimits) -> tuple[int, int]:
+    """Of "results": slot_errors, then ROW_RESULT of every logits row; of "scores": shape.scores of each."""
+    results = slot_errors_bytes(limits) + limits.max_logits_rows * sampler.ROW_RESULT.itemsize
+    return results, limits.max_logits_rows * shape.scores.itemsize
+
+
+def slot_errors_bytes(limits: StepLimits) -> int:
+    """slot_errors stand before the results, so that one copy brings both back."""
+    return round_up(4 * (limits.max_slots + 1), 16)
 
 
 class Program:
@@ -116,21 +166,22 @@ class Program:
         self,
         executor: Executor,
         model: ModelConfig,
-        limits: StepLimits,
+        sizes: StepSizes,
+        num_pages: int,
         weights: Mapping[str, int],
         buffers: Mapping[str, int],
-        *,
-        max_position: int,
     ) -> None:
-        self.executor, self.model, self.limits = executor, model, limits
+        self.executor, self.model = executor, model
+        self.limits, self.sampler = sizes.limits(model, num_pages), sizes.sampler(model)
+        self.attention = attention_shape(model)
+        self.tile_tokens = attention.tile_tokens(self.attention, executor.path)
         self._w, self._b = weights, buffers
-        self._max_position = max_position
+        self._max_position = sizes.max_model_len
         self._hidden = model.hidden_size
         self._k_hidden = padded_columns(model.hidden_size)
         self._k_heads = padded_columns(model.num_heads * model.head_dim)
         self._k_inter = padded_columns(model.intermediate_size)
         self._qkv_rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        self._window = model.sliding_window or 0
         self.ld_logits = round_up(model.vocab_size, 4)
 
     def prepare(self, num_rows: int, decode_rows: int, num_logits_rows: int) -> Launch:
@@ -140,7 +191,7 @@ class Program:
             b["descriptors"], b["page_prefix"], b["last_token"],
             num_rows=num_rows, decode_rows=decode_rows, num_logits_rows=num_logits_rows, max_slots=limits.max_slots,
             table_width=limits.table_width, num_pages=limits.num_pages, vocab_size=self.model.vocab_size,
-            window=self._window,
+            window=self.attention.window,
         )  # fmt: skip
 
     def embed(self, num_rows: int) -> Launch:
@@ -206,6 +257,39 @@ class Program:
                 op=Op.LM_HEAD,
             ),
         ]  # fmt: skip
+
+    def decode_attention(self, layer: int, decode_rows: int) -> Launch:
+        b, (k_layer, v_layer) = self._b, self._kv(layer)
+        return attention.decode(
+            self.executor, self.attention, b["q"], k_layer, v_layer, b["attended"], b["partial"], b["counters"],
+            b["page_prefix"], b["positions"], b["slots"], b["block_tables"],
+            num_rows=decode_rows, table_width=self.limits.table_width, num_pages=self.limits.num_pages,
+            ld_out=self._k_heads, layer=layer,
+        )  # fmt: skip
+
+    def prefill_attention(self, layer: int, num_tiles: int) -> Launch:
+        b, (k_layer, v_layer) = self._b, self._kv(layer)
+        return attention.prefill(
+            self.executor, self.attention, b["q"], k_layer, v_layer, b["attended"], b["tiles"], b["positions"],
+            b["slots"], b["block_tables"],
+            num_tiles=num_tiles, table_width=self.limits.table_width, num_pages=self.limits.num_pages,
+            ld_out=self._k_heads, layer=layer,
+        )  # fmt: skip
+
+    def sample(self, num_logits_rows: int, first: int = 0, *, greedy_only: bool = False) -> tuple[Launch, ...]:
+        """Of the logits that head() made: results and scores first .. + num_logits_rows - 1."""
+        b = self._b
+        return sampler.sample_launches(
+            self.sampler, b["sampler"], logits=b["logits"], ld=self.ld_logits,
+            rows=b["descriptors"] + first * sampler.ROW_DESCRIPTOR.itemsize, num_rows=num_logits_rows,
+            last_token=b["last_token"],
+            results=b["results"] + slot_errors_bytes(self.limits) + first * sampler.ROW_RESULT.itemsize,
+            scores=b["scores"] + first * self.sampler.scores.itemsize, greedy_only=greedy_only,
+            num_multiprocessors=self.executor.num_multiprocessors,
+        )  # fmt: skip
+
+    def update_slots(self, num_updates: int) -> Launch:
+        return sampler.update_launch(self.sampler, self._b["sampler"], self._b["updates"], num_updates)
 
     def _norm(self, weight: str, num_rows: int, layer: int) -> Launch:
         b = self._b
