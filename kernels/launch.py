@@ -7,9 +7,26 @@ engine/cuda (a stream or a graph being captured) or, in tests, the emulator on t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol, TypeAlias
 
 import numpy as np
+
+
+class Op(IntEnum):
+    """kernels/common.cuh:OpId: which op of a layer a launch is, in error reports and traces."""
+
+    PREPARE = 0
+    EMBED = 1
+    RMSNORM = 2
+    QKV = 3
+    ROPE = 4
+    ATTENTION = 5
+    O = 6
+    GATE_UP = 7
+    DOWN = 8
+    LM_HEAD = 9
+    SAMPLER = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ __device__ __forceinline__ float swiglu(float g, float u) {
     return __fmul_rn(__fmul_rn(g, ptx::reciprocal_approx(__fadd_rn(1.0f, expf_fixed(-g)))), u);
 }
 
+// Two numbers rounded to bf16 (nearest, ties to even), `low` at the lower address.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    return (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(low)) | (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(high)) << 16;
+}
+
 // ---- sums in the canonical order ---------------------------------------------------------------------------------
 // The sum of n numbers is that of a full binary tree over their indices, padded with zeros to a power of two: neighbours
 // k, k^1 first, then pairs k, k^2, then k^4 ... Addition commutes, so a butterfly of shuffles gives each lane the same
