@@ -11,8 +11,8 @@
 // page and query head Dp + 8 floats: m, l, 6 unused, o[Dp]; engine side: kernels/attention.py:partial_bytes. counters:
 // zero before the first launch, (rows, head blocks); every launch leaves them zero.
 //
-// sm_90: a fifth warp finds items and copies K, V and q by bulk copies into a ring of page buffers, 2 blocks on a
-// multiprocessor. Before that: cp.async by all threads, one item at a time.
+// sm_90a: a fifth warp finds items and copies K, V and q by bulk copies into a ring of page buffers, 2 blocks on a
+// multiprocessor. Elsewhere: cp.async by all threads, one item at a time.
 #include "attention_core.cuh"
 
 namespace {
@@ -56,6 +56,8 @@ struct Exchange {
     uint4 zeros;                  // q of rows without a head
     int last;                     // whether this block merges
 };
+constexpr int EXCHANGE_BYTES = 5632;  // kernels/attention.py
+static_assert(sizeof(Exchange) <= EXCHANGE_BYTES, "");
 
 // The row of the page at `place`: the largest r with page_prefix[r] <= place. A warp looks at 32 rows at a time.
 __device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place, int lane) {
@@ -254,7 +256,7 @@ template <int DP> __device__ __forceinline__ void finish_item(const Decode& d, c
     if (exchange.last) merge_row<DP>(d, blocks, item, thread);
 }
 
-#if HAS_SM90
+#if HAS_WGMMA  // sm_90a
 
 template <int DP, int STAGES> struct Ring {
     static constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
@@ -345,10 +347,10 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
 template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
     using R = Ring<DP, STAGES>;
     DYNAMIC_SHARED(smem);
-    __shared__ Exchange exchange;
     __shared__ Item items[STAGES];
     __shared__ uint64_t full[STAGES], empty[STAGES];
-    uint8_t* q_rows = smem + STAGES * R::PAGE_BYTES;
+    Exchange& exchange = *reinterpret_cast<Exchange*>(smem + STAGES * R::PAGE_BYTES);
+    uint8_t* q_rows = smem + STAGES * R::PAGE_BYTES + EXCHANGE_BYTES;
     HeadBlocks blocks(d.num_heads, d.num_kv_heads);
     int num_blocks = blocks.per_group * d.num_kv_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
@@ -378,8 +380,8 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
     constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
     constexpr int V_OFFSET = DP == 256 ? 0 : PAGE_BYTES;  // with 256 columns V takes the place of K: 99 KB is all that sm_86 has
     DYNAMIC_SHARED(smem);
-    __shared__ Exchange exchange;
-    uint8_t *v_page = smem + V_OFFSET, *q_rows = smem + V_OFFSET + PAGE_BYTES;
+    uint8_t *v_page = smem + V_OFFSET, *q_rows = smem + V_OFFSET + PAGE_BYTES + EXCHANGE_BYTES;
+    Exchange& exchange = *reinterpret_cast<Exchange*>(smem + V_OFFSET + PAGE_BYTES);
     HeadBlocks blocks(d.num_heads, d.num_kv_heads);
     int num_blocks = blocks.per_group * d.num_kv_heads, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     if (thread == 0) exchange.zeros = make_uint4(0, 0, 0, 0);
@@ -420,7 +422,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
 
 }  // namespace
 
-#if HAS_SM90
+#if HAS_WGMMA  // sm_90a
 #define DECODE_THREADS (COMPUTE_THREADS + 32)
 #else
 #define DECODE_THREADS COMPUTE_THREADS

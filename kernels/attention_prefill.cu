@@ -10,7 +10,7 @@
 // first. head_dim 256 takes two blocks, each computing the scores and half of the columns of V.
 //
 // q (T, Hq, Dp) bf16; k_layer, v_layer: common.cuh, "layouts"; out bf16 row-major (T, ld_out).
-// sm_90: pages arrive in a ring of buffers by bulk copies. Before that: cp.async by all threads, one page at a time.
+// sm_90a: pages arrive in a ring of buffers by bulk copies. Elsewhere: cp.async by all threads, one page at a time.
 #include "attention_core.cuh"
 
 namespace {
@@ -41,11 +41,12 @@ struct Tile {
 __host__ __device__ constexpr int padded_row(int dp) { return dp * 2 + 16; }  // bytes from one row of q to the next in shared memory
 
 __device__ __forceinline__ Tile read_tile(const Prefill& p, int num_blocks, int index) {
-    Tile tile;
+    Tile tile = {};
     int i = index / num_blocks;
     tile.block = index % num_blocks;
     tile.token = __ldcg(p.tiles + 2 * i);
     tile.tokens = __ldcg(p.tiles + 2 * i + 1);
+    if (tile.tokens <= 0) return tile;
     tile.slot = __ldcg(p.slots + tile.token);
     tile.first_position = __ldcg(p.positions + tile.token);
     tile.last_position = __ldcg(p.positions + tile.token + tile.tokens - 1);
@@ -233,7 +234,7 @@ template <int DP> __device__ __forceinline__ void zero_tail(uint8_t* v_page, int
     for (int i = from + thread; i < to; i += threads) reinterpret_cast<uint4*>(v_page)[i] = make_uint4(0, 0, 0, 0);
 }
 
-#if HAS_SM90
+#if HAS_WGMMA  // sm_90a
 
 // The ring of page buffers, filled in the order K, V, K, V ... by one thread, which also computes: a 9th warp would leave
 // 168 registers a thread.
@@ -285,6 +286,7 @@ template <int DP, int ROWS, int STAGES> __device__ __forceinline__ void prefill(
     __syncthreads();
     ptx::wait_for_previous();
     Tile tile = read_tile(p, blocks.per_group * p.num_kv_heads, blockIdx.x / S::PARTS);
+    if (tile.tokens <= 0) return;
     __shared__ Ring<DP, ROWS, STAGES> ring;  // thread 0's; in shared memory to spare registers
     if (thread == 0) {
         ring = {smem, full, empty, nullptr, nullptr, 0, tile.first_page, 0, 0};
@@ -339,6 +341,7 @@ template <int DP, int ROWS, int STAGES> __device__ __forceinline__ void prefill(
     int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, part = blockIdx.x % S::PARTS;
     ptx::wait_for_previous();
     Tile tile = read_tile(p, blocks.per_group * p.num_kv_heads, blockIdx.x / S::PARTS);
+    if (tile.tokens <= 0) return;
     load_q<DP, ROWS>(p, tile, blocks, q_rows, thread, THREADS);
     Rows rows(p, tile, blocks, warp, lane);
     State<S::COLUMNS> state;
@@ -396,7 +399,7 @@ template <int DP, int ROWS, int STAGES> __device__ __forceinline__ void prefill(
 ATTENTION_PREFILL(64, 128, 6)
 ATTENTION_PREFILL(96, 128, 6)
 ATTENTION_PREFILL(128, 128, 5)
-#if HAS_SM90
+#if HAS_WGMMA  // sm_90a
 ATTENTION_PREFILL(256, 128, 2)
 #else
 ATTENTION_PREFILL(256, 64, 1)
