@@ -54,6 +54,9 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
 }
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared) : "memory");
+}
 // d (16 x 8 fp32) += a (16 x 16 bf16, row-major) * b (16 x 8 bf16, column-major). Lane l: g = l/4, q = l%4; d[0..1] = row g,
 // columns 2q, 2q+1; d[2..3] = row g + 8.
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -63,6 +66,9 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
 
 // Barrier `id` (1..15; 0 is __syncthreads) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Counts as the arrivals of these threads at barrier `id`, without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 #if HAS_SM90
 // ---- mbarriers and bulk copies, sm_90 --------------------------------------------------------------------------------
@@ -85,6 +91,13 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, int bytes) {
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
     asm volatile("{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
+}
+// Whether that phase has ended; may wait a little first.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    return done != 0;
 }
 // `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared; completes on `bar`. One thread.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar) {
