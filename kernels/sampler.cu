@@ -21,6 +21,7 @@ struct SlotUpdate {  // 128 bytes, sampler.py:SLOT_UPDATE
     int32_t num_words, words;          // (id, word of `seen`) each
     int32_t pad[6];
 };
+static_assert(sizeof(SlotUpdate) == 128);
 constexpr int UPDATE_THREADS = 256;
 
 // grid (any, updates). buffer: the SlotUpdates, then their lists. Each block owns a range of ids.
@@ -146,7 +147,8 @@ sampler_top(const Common common, const float* logits, int64_t ld, const RowDescr
 
     raw_best = __ldcg(&state.raw_best);
     best = edited ? __ldcg(&state.best) : raw_best;
-    uint32_t slot_error = common.slot_errors[row.slot], raw_key = rank_key(raw_best);
+    // What this kernel itself reports of other rows of the slot (a prompt's) may be there or not yet.
+    uint32_t slot_error = common.slot_errors[row.slot] & ~(1u << ERROR_LOGITS), raw_key = rank_key(raw_best);
     RowResult result = {rank_id(best), ROW_OK, 0, 0};
     if (slot_error != 0) {
         result = {-1, ROW_DEVICE, (int32_t)slot_error, 0};

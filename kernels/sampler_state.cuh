@@ -25,8 +25,9 @@ struct SlotParams {  // 80 bytes, sampler.py:SLOT_PARAMS
     int32_t logprobs;        // -1: none, 0: the token's, k: and the k best
     float repetition, frequency, presence;
     uint32_t flags;
-    uint32_t pad[2];
+    uint32_t pad[4];
 };
+static_assert(sizeof(SlotParams) == 80);
 
 struct SlotEdit {  // 8 bytes; one for every id with a bias or that is a stop
     float bias;
@@ -94,6 +95,7 @@ struct RowState {  // 64 bytes
     int32_t token;           // where it is known already
     uint32_t pad[5];
 };
+static_assert(sizeof(RowState) == 64);
 
 struct SamplerSlots {
     const SlotParams* params;  // (slots,)
