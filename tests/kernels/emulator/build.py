@@ -1,7 +1,7 @@
 """Kernel files to shared libraries of the host: g++ with -DAPPLIANCE_EMULATE, once per content.
 
 A file is preprocessed first, so that kernels made by macros are found; then a line that exports each kernel is added
-and the result compiled and linked with the runtime (runtime.cpp, asynchronous.cpp).
+and the result compiled and linked with the runtime (RUNTIME).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 KERNELS = ROOT / "kernels"
-RUNTIME = ("runtime.cpp", "asynchronous.cpp")
+RUNTIME = ("runtime.cpp", "memory.cpp", "report.cpp", "asynchronous.cpp", "tensor_cores.cpp")
 
 # No contraction: as nvcc -fmad=false. Wrapping and aliasing as on the device, where both are harmless.
 FLAGS = (

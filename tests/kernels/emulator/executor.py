@@ -36,9 +36,11 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
         ("order", ctypes.c_uint32),
         ("delivery", ctypes.c_uint32),
         ("num_multiprocessors", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -159,6 +161,7 @@ class EmulatedExecutor:
             grid=launch.grid,
             block=launch.block,
             shared_bytes=launch.shared_bytes,
+            cluster=launch.cluster,
             order=ORDERS[self.order],
             delivery=DELIVERIES[self.delivery],
             num_multiprocessors=self.num_multiprocessors,
