@@ -121,6 +121,11 @@ __device__ void produce(const Problem& p, const TensorMap* x_map, const bf16* w_
                     ptx::bulk_prefetch_l2(out + (int64_t)row * ld_out + n0, min(TILE_N, (p.N - n0) & ~3) * 4);
         }
     }
+    if (CLUSTER > 1)  // a block must not end before the others' consumers have told it that they are done
+        for (int i = 0; i < S::STAGES; i++) {
+            ptx::mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
+            ring.advance<S::STAGES>();
+        }
 }
 
 // ---- consumers -------------------------------------------------------------------------------------------------------
@@ -293,8 +298,12 @@ __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_ma
         }
         ptx::mbarrier_fence_init();
     }
-    if (CLUSTER == 1) __syncthreads();
-    else ptx::cluster_sync();
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    }
     const Problem p = {M, N, k_pad};
     if (threadIdx.x < WARPGROUP) {
         ptx::registers_lower<56>();
@@ -303,7 +312,6 @@ __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_ma
         ptx::registers_raise<224>();
         consume<TILE_N, EPILOGUE, CLUSTER>(p, out_map, out, ld_out, smem, staging, full, empty);
     }
-    if (CLUSTER > 1) ptx::cluster_sync();  // no block may end while another still copies into it
 }
 
 }  // namespace
