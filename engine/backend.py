@@ -77,6 +77,10 @@ class Backend(Protocol):
     weights_bytes: int
     weights_checksum: str
 
+    def check(self, state: SampleState) -> None:
+        """ValueError for sampling parameters that this backend cannot serve, in words for the client."""
+        ...
+
     def launch(self, work: StepWork) -> Pending:
         """Queue a plan; everything that may change later (block tables, token ids) is copied now. A row with
         `token_pending` takes the token that the plan launched before this one samples for its sequence."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.jobs import Job
     from engine.plan import ScheduledSeq
+    from engine.sampler import SampleState
     from engine.types import Float32Array, StepBatch, Weights
 
 log = logging.getLogger("appliance.engine")
@@ -97,6 +98,9 @@ class CpuBackend:
             )
         except MemoryError as error:
             raise ConfigError(f"not enough memory: {error}", hint="lower --kv-tokens or --max-batch-tokens") from error
+
+    def check(self, state: SampleState) -> None:
+        """All are fine."""
 
     def launch(self, work: StepWork) -> _Step:
         def num_logits(item: ScheduledSeq) -> int:

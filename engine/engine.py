@@ -111,7 +111,8 @@ class Engine:
         limits = self.scheduler.config
         prompt_ids = [0] * min(self.max_model_len, limits.prefill_chunk + 1)
         started = time.monotonic()
-        if (where := self._probe.find_nonfinite(prompt_ids)) is not None:
+        if not self._probe.is_finite(prompt_ids):
+            where = self._probe.find_nonfinite(prompt_ids)
             raise ConfigError(f"the model computes NaN or Inf at warm-up: {where}", hint="check its files and dtype")
         per_token = (time.monotonic() - started) / len(prompt_ids)
         self._warm_step_seconds = self._longest_step_seconds = per_token * limits.max_batch_tokens
@@ -134,6 +135,7 @@ class Engine:
                 SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
                 for index in range(message.n)
             ]
+            self.backend.check(states[0])
         except (AdmissionError, ValueError) as error:
             return [
                 Tokens(

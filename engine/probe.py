@@ -6,6 +6,7 @@ A probe computes a sequence from scratch on KV pages of its own, between two ste
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,15 @@ class Probe:
                 digest.update(logits.tobytes())
                 yield
         return {"sha256": digest.hexdigest(), "positions": len(token_ids), "finite": finite}
+
+    def is_finite(self, token_ids: list[int]) -> bool:
+        """Whether the logits after the last token are finite: NaN in a weight or an activation reaches them."""
+        finite = True
+        with contextlib.closing(replay(self._kv_cache, token_ids, self._chunk_tokens)) as batches:
+            for _start, batch in batches:
+                logits = self._backend.forward(dataclasses.replace(batch, logits_rows=batch.logits_rows[-1:]))
+                finite = finite and bool(np.isfinite(logits).all())
+        return finite
 
     def find_nonfinite(self, token_ids: list[int]) -> dict[str, Any] | None:
         """{"layer", "op", "position"} of the first NaN or Inf, in the order of the arithmetic, or None."""

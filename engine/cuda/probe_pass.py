@@ -5,6 +5,7 @@ It uses the buffers of a step, after whatever is in flight, and slots of its own
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class ProbePass:
             records.pages.extend(pages.tolist())
         breaks = (np.diff(batch.seq_index) != 0) | (np.diff(batch.positions) != 1)
         starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(batch.token_ids)]
-        runs = [(start, end - start) for start, end in zip(starts, starts[1:])]
+        runs = [(start, end - start) for start, end in itertools.pairwise(starts)]
         for start, count in runs:
             if count == 1:
                 self._rows[start] = len(records.decode)

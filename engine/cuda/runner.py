@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from engine.cuda.step_device import StepDevice, StepEvent
     from engine.cuda.step_ring import StepRingWriter
     from engine.jobs import Job
-    from engine.plan import ScheduledSeq
     from engine.sampler import SampleState
     from engine.types import Float32Array, Int32Array, StepBatch
     from kernels.launch import Launch
@@ -392,7 +391,8 @@ class CudaRunner:
         for layer in range(self.model.num_layers):
             at = trace_layer(layer)
             parts.append([prepare(one, at + i) for i, one in enumerate(program.before_attention(layer, num_rows))])
-            parts.append([prepare(one, at + after + i) for i, one in enumerate(program.after_attention(layer, num_rows))])
+            at += after
+            parts.append([prepare(one, at + i) for i, one in enumerate(program.after_attention(layer, num_rows))])
         return parts
 
     def _of_decodes(self, decode_rows: int) -> list[Any]:
@@ -423,7 +423,8 @@ class CudaRunner:
         results = transfer.results[skip:].view(sampler.ROW_RESULT)
         scores = transfer.scores.view(self.program.sampler.scores)
         states = [work.states[i] for i in step.sampled]
-        for i, sampled in zip(step.sampled, sampler.sample_results(results[: len(states)], scores[: len(states)], states)):
+        sampled_rows = sampler.sample_results(results[: len(states)], scores[: len(states)], states)
+        for i, sampled in zip(step.sampled, sampled_rows, strict=True):
             seq_id = work.plan.items[i].seq.seq_id
             result.samples[seq_id] = sampled
             if sampled.error is not None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engine.cuda.context import DeviceContext
     from engine.cuda.errors import DeviceFault
     from engine.cuda.memory import DeviceMemory
-    from engine.cuda.module import Kernels
     from kernels.launch import Executor, Launch
 
 
@@ -100,14 +99,9 @@ class CudaStepDevice:
     which the executor's reports point. Closes the context."""
 
     def __init__(
-        self,
-        context: DeviceContext,
-        kernels: Kernels,
-        memory: DeviceMemory,
-        executor: CudaExecutor,
-        error_ring: PinnedBuffer,
+        self, context: DeviceContext, memory: DeviceMemory, executor: CudaExecutor, error_ring: PinnedBuffer
     ) -> None:
-        self._context, self._kernels, self._memory = context, kernels, memory
+        self._context, self._memory = context, memory
         self.executor = executor
         self._stream = executor.stream
         self._graphs = GraphCache(context, self._stream)
@@ -153,7 +147,7 @@ class CudaStepDevice:
 
 
 class Faults:
-    """Reports of kernels that nobody has asked for yet: a step in flight may report before the one that is collected."""
+    """Reports of kernels that nobody asked for yet: a step in flight may report before the one that is collected."""
 
     def __init__(self, device: StepDevice, limit: int = 1024) -> None:
         self._device = device
