@@ -101,7 +101,7 @@ class ProbePass:
     def logits(self) -> Float32Array:
         """(num_logits, vocab) float32."""
         self._run([self._prepare()])
-        self._device.run(self._runner.body(self._num_rows, self._decode_rows, self._num_tiles))
+        self._device.run(self._runner.prepared.body(self._num_rows, self._decode_rows, self._num_tiles))
         logits = self._head()
         self._finish()
         return logits
@@ -110,7 +110,7 @@ class ProbePass:
         return self._program.prepare(self._num_rows, self._decode_rows, max(1, len(self._batch.logits_rows)))
 
     def _run(self, launches: list[Launch]) -> None:
-        self._device.run([self._device.prepare(launch, self._runner.untimed) for launch in launches])
+        self._device.run(self._runner.prepared.untimed(launches))
 
     def _head(self) -> Float32Array:
         total, vocab = len(self._batch.logits_rows), self._runner.model.vocab_size

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.cuda.step_state import StepLimits, table_width
+from engine.cuda.step_trace import trace_length
 from engine.errors import ConfigError
 from kernels import attention, rows, sampler
 from kernels.attention import AttentionShape
@@ -42,24 +43,6 @@ _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 MAX_LOGPROBS = 20
 MAX_SAMPLER_EDITS = 1152
 """Of one request: best tokens reported; ids with a bias or that min_tokens masks. The endpoint's limits are within."""
-
-# Places in the trace: fixed for each op, whether a step has it or not.
-LAYER_OPS = ("norm", "qkv", "rope", "attention", "prefill", "o", "mlp_norm", "gate_up", "down")
-TRACE_PREPARE, TRACE_EMBED, TRACE_LAYERS = 0, 1, 2
-_TAIL_OPS = ("final_norm", "lm_head", "sampler_top", "sampler_weigh", "sampler_finish")
-
-
-def trace_length(num_layers: int) -> int:
-    """The last place is for launches that are not timed."""
-    return trace_tail(num_layers) + len(_TAIL_OPS) + 1
-
-
-def trace_layer(layer: int) -> int:
-    return TRACE_LAYERS + layer * len(LAYER_OPS)
-
-
-def trace_tail(num_layers: int) -> int:
-    return trace_layer(num_layers)
 
 
 def decode_buckets(max_batch_seqs: int) -> tuple[int, ...]:

@@ -12,38 +12,25 @@ No CUDA is imported here; the device is a StepDevice.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.backend import Failure, Pending, StepResult, StepWork
+from engine.cuda.prepared import PreparedLaunches
 from engine.cuda.probe_pass import ProbePass
-from engine.cuda.program import (
-    LAYER_OPS,
-    LOGITS_ROWS,
-    TRACE_EMBED,
-    TRACE_PREPARE,
-    UPDATE_WORDS,
-    Program,
-    result_bytes,
-    row_bucket,
-    slot_errors_bytes,
-    trace_layer,
-    trace_length,
-    trace_tail,
-)
+from engine.cuda.program import LOGITS_ROWS, UPDATE_WORDS, Program, result_bytes, row_bucket, slot_errors_bytes
 from engine.cuda.step_device import Faults
-from engine.cuda.step_ring import GAP_UNKNOWN, Kind, now_ns
+from engine.cuda.step_ring import Kind
 from engine.cuda.step_state import PENDING, SlotTable, StepRecords, pack
+from engine.cuda.step_trace import StepTimes, trace_length
 from engine.errors import NumericError
 from engine.log import log_event
 from engine.rope import rope_table
 from kernels import attention, sampler
 from kernels import checksum as checksums
 from kernels import rows as row_kernels
-from kernels.launch import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -55,12 +42,8 @@ if TYPE_CHECKING:
     from engine.jobs import Job
     from engine.sampler import SampleState
     from engine.types import Float32Array, Int32Array, StepBatch
-    from kernels.launch import Launch
 
 log = logging.getLogger("appliance.cuda")
-
-MAX_PREPARED = 48
-"""Sizes of steps whose launches are kept ready, per kind; the least recently used go."""
 
 CHECKSUM_BLOCKS = 64
 """16 MiB blocks of the arena that one piece of a checksum job reads (1 GiB: a quarter of a millisecond)."""
@@ -140,21 +123,17 @@ class CudaRunner:
         self.buffers = buffers
         self.program = Program(device.executor, model, sizes, num_pages, weights, buffers)
         self.limits = self.program.limits
-        self.untimed = trace_length(model.num_layers) - 1  # trace index of launches that are not of a step
-        self.cuda_graphs = cuda_graphs
-        self._ring, self._profile = ring, profile
+        self.prepared = PreparedLaunches(device, self.program)
+        self.faults = Faults(device)
+        self._use_graphs = cuda_graphs
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self._slots = SlotTable(sizes.max_batch_seqs)
         self._needs_more: dict[int, bool] = {}  # slot -> its rows need more than the first sampler kernel
-        self.faults = Faults(device)
         self._transfers = [self._transfer() for _ in range(plans_in_flight + 1)]
         self._next_transfer = 0
         self._in_flight = 0
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
-        self._rows: OrderedDict[int, list[list[Any]]] = OrderedDict()  # token rows -> prepared launches, see _of_rows
-        self._decodes: OrderedDict[int, list[Any]] = OrderedDict()  # decode rows -> attention of each layer
-        self._prefills: OrderedDict[int, list[Any]] = OrderedDict()  # tiles -> attention of each layer
-        self._last_end: StepEvent | None = None
-        self._clock_ns = 0
+        self._ring, self._profile = ring, profile
+        self._times = None if ring is None else StepTimes(ring, model.num_layers)
         self._closed = False
         self._upload_tables()
 
@@ -185,11 +164,11 @@ class CudaRunner:
         """Run every bucket once on padding alone and capture its graphs; prepare the usual prefill sizes."""
         empty = StepRecords(0, [], [], np.zeros(0, np.int32), np.zeros((0, 2), np.int32), [], [], [])
         transfer = self._transfers[0]
-        for bucket in self.sizes.buckets if self.cuda_graphs else ():
+        for bucket in self.sizes.buckets if self._use_graphs else ():
             words = pack(empty, transfer.upload)
             for greedy_only in (True, False):
                 self.device.upload(self.buffers["upload"], transfer.upload[:words])
-                launches = self._decode_launches(bucket, greedy_only)
+                launches = self.prepared.decode_step(bucket, greedy_only=greedy_only)
                 self.device.run(launches)
                 self.device.synchronize()
                 replay = self.device.capture(f"decode {bucket} {greedy_only}", launches)
@@ -309,7 +288,7 @@ class CudaRunner:
                 source = transfer.updates[: len(buffer)]
                 source[:] = buffer
             self.device.upload(self.buffers["updates"], source)
-            self._run_untimed([self.program.update_slots(count)])
+            self.device.run(self.prepared.untimed([self.program.update_slots(count)]))
 
     def _run(self, layout: _Layout) -> Kind:
         greedy_only = not any(self._needs_more[layout.slots[i]] for i in layout.sampled)
@@ -318,17 +297,16 @@ class CudaRunner:
             if replay is not None:
                 replay()
                 return Kind.DECODE_GRAPH
-            self.device.run(self._decode_launches(layout.decode_rows, greedy_only))
+            self.device.run(self.prepared.decode_step(layout.decode_rows, greedy_only=greedy_only))
             return Kind.EAGER
-        logits = len(layout.records.logits)
-        first = self.device.prepare(
-            self.program.prepare(layout.num_rows, layout.decode_rows, max(logits, 1)), TRACE_PREPARE
-        )
-        self.device.run([first, *self.body(layout.num_rows, layout.decode_rows, len(layout.records.tiles))])
+        logits, prepared = len(layout.records.logits), self.prepared
+        self.device.run(prepared.first(layout.num_rows, layout.decode_rows, logits))
+        self.device.run(prepared.body(layout.num_rows, layout.decode_rows, len(layout.records.tiles)))
         if layout.sampled:
-            self.device.run(self._head(len(layout.sampled), greedy_only))
-        for start, count in groups(len(layout.sampled), logits):
-            self._run_untimed([*self.program.head(count, start), *self.program.sample(count, start)])
+            self.device.run(prepared.head(len(layout.sampled), greedy_only=greedy_only))
+        for first, count in groups(len(layout.sampled), logits):
+            launches = [*self.program.head(count, first), *self.program.sample(count, first)]
+            self.device.run(prepared.untimed(launches))
         return Kind.EAGER
 
     def _read_back(self, layout: _Layout, transfer: _Transfer) -> None:
@@ -342,73 +320,6 @@ class CudaRunner:
         if self._profile:
             self.device.download(transfer.trace, buffers["trace"])
 
-    # ---- prepared launches -----------------------------------------------------------------------------------------
-
-    def _run_untimed(self, launches: Iterable[Launch]) -> None:
-        self.device.run([self.device.prepare(launch, self.untimed) for launch in launches])
-
-    def _head(self, count: int, greedy_only: bool) -> list[Any]:
-        """Logits and tokens of the first `count` logits rows."""
-        launches = [*self.program.head(count), *self.program.sample(count, greedy_only=greedy_only)]
-        tail = trace_tail(self.model.num_layers)
-        return [self.device.prepare(launch, tail + i) for i, launch in enumerate(launches)]
-
-    def _decode_launches(self, bucket: int, greedy_only: bool) -> list[Any]:
-        """Everything of a decode-only step of `bucket` rows, padding included."""
-        first = self.device.prepare(self.program.prepare(bucket, bucket, bucket), TRACE_PREPARE)
-        return [first, *self.body(bucket, bucket, 0), *self._head(bucket, greedy_only)]
-
-    def body(self, num_rows: int, decode_rows: int, num_tiles: int) -> list[Any]:
-        """embed and all layers, from what is kept ready."""
-        body: list[Any] = []
-        of_rows = self._kept(self._rows, num_rows, self._of_rows)
-        decodes = self._kept(self._decodes, decode_rows, self._of_decodes) if decode_rows else ()
-        prefills = self._kept(self._prefills, num_tiles, self._of_tiles) if num_tiles else ()
-        body += of_rows[0]
-        for layer in range(self.model.num_layers):
-            body += of_rows[1 + 2 * layer]
-            if decodes:
-                body.append(decodes[layer])
-            if prefills:
-                body.append(prefills[layer])
-            body += of_rows[2 + 2 * layer]
-        return body
-
-    def _kept(self, cache: OrderedDict[int, list[Any]], key: int, make: Callable[[int], list[Any]]) -> list[Any]:
-        found = cache.get(key)
-        if found is None:
-            found = cache[key] = make(key)
-            if len(cache) > MAX_PREPARED:
-                cache.popitem(last=False)
-        cache.move_to_end(key)
-        return found
-
-    def _of_rows(self, num_rows: int) -> list[list[Any]]:
-        """[embed], then for each layer what comes before attention and what comes after."""
-        prepare, program = self.device.prepare, self.program
-        parts = [[prepare(program.embed(num_rows), TRACE_EMBED)]]
-        after = LAYER_OPS.index("o")
-        for layer in range(self.model.num_layers):
-            at = trace_layer(layer)
-            parts.append([prepare(one, at + i) for i, one in enumerate(program.before_attention(layer, num_rows))])
-            at += after
-            parts.append([prepare(one, at + i) for i, one in enumerate(program.after_attention(layer, num_rows))])
-        return parts
-
-    def _of_decodes(self, decode_rows: int) -> list[Any]:
-        at = LAYER_OPS.index("attention")
-        return [
-            self.device.prepare(self.program.decode_attention(layer, decode_rows), trace_layer(layer) + at)
-            for layer in range(self.model.num_layers)
-        ]
-
-    def _of_tiles(self, num_tiles: int) -> list[Any]:
-        at = LAYER_OPS.index("prefill")
-        return [
-            self.device.prepare(self.program.prefill_attention(layer, num_tiles), trace_layer(layer) + at)
-            for layer in range(self.model.num_layers)
-        ]
-
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def collect(self, pending: Pending) -> StepResult:
@@ -416,7 +327,13 @@ class CudaRunner:
         step, transfer = pending, pending.transfer
         transfer.end.wait()
         self._in_flight -= 1
-        self._write_times(step)
+        if self._times is not None:
+            self._times.write(
+                step.kind, step.work.plan, transfer.begin, transfer.end, num_rows=step.num_rows,
+                queued_behind=step.queued_behind,
+            )  # fmt: skip
+            if self._profile:
+                self._times.write_kernels(step.work.plan, transfer.trace)
         result, work = StepResult(), step.work
         skip = slot_errors_bytes(self.limits)
         errors = transfer.results[: 4 * (self.limits.max_slots + 1)].view(np.uint32)
@@ -460,37 +377,6 @@ class CudaRunner:
             note = "a kernel reported a row that belongs to nobody: a bug of ours"
             log_event(log, logging.ERROR, "padding_fault", note, **(fault.where() if fault else {}))
 
-    def _write_times(self, step: _Step) -> None:
-        """Device times of the step into the ring; the gap to the step before it only if it was queued behind that."""
-        if self._ring is None:
-            return
-        transfer = step.transfer
-        gap = 0 if self._last_end is None else self._last_end.nanoseconds_until(transfer.begin)
-        begin = self._clock_ns + max(gap, 0)
-        end = self._clock_ns = begin + transfer.begin.nanoseconds_until(transfer.end)
-        self._last_end = transfer.end
-        plan = step.work.plan
-        self._ring.write(
-            step.kind, rows=step.num_rows, step=plan.step, begin_ns=begin, end_ns=end,
-            gap_ns=max(gap, 0) if step.queued_behind else GAP_UNKNOWN, tokens=step.num_tokens,
-            decodes=plan.num_decodes, host_ns=now_ns(),
-        )  # fmt: skip
-        if self._profile:
-            self._write_kernels(step)
-
-    def _write_kernels(self, step: _Step) -> None:
-        """Start of each kernel, and of the one that began after it. Stamps of other steps are older than the first."""
-        trace = step.transfer.trace
-        first = int(trace[TRACE_PREPARE])
-        places = [int(i) for i in np.argsort(trace[:-1], kind="stable") if int(trace[i]) >= first]
-        assert self._ring is not None
-        for place, after in zip(places, [*places[1:], places[-1]]):
-            op, layer = op_of_trace(place, self.model.num_layers)
-            self._ring.write(
-                Kind.KERNEL, rows=layer, step=step.work.plan.step, begin_ns=int(trace[place]),
-                end_ns=int(trace[after]), gap_ns=0, tokens=op, decodes=place, host_ns=now_ns(),
-            )  # fmt: skip
-
     # ---- beside the traffic ----------------------------------------------------------------------------------------
 
     def forward(self, batch: StepBatch) -> Float32Array:
@@ -509,7 +395,7 @@ class CudaRunner:
         for first in range(0, total, CHECKSUM_BLOCKS):
             count = min(CHECKSUM_BLOCKS, total - first)
             launch = row_kernels.checksum(self.buffers["weights"], nbytes, scratch, first_block=first, blocks=count)
-            self._run_untimed([launch])
+            self.device.run(self.prepared.untimed([launch]))
             yield
         parts = np.zeros(total * checksums.PARTS, np.uint64)
         self.device.download(parts, scratch)
@@ -521,17 +407,3 @@ class CudaRunner:
 def groups(first: int, end: int) -> Iterable[tuple[int, int]]:
     """(first, count) of at most LOGITS_ROWS rows each."""
     return ((start, min(LOGITS_ROWS, end - start)) for start in range(first, end, LOGITS_ROWS))
-
-
-_OP_OF_LAYER = (Op.RMSNORM, Op.QKV, Op.ROPE, Op.ATTENTION, Op.ATTENTION, Op.O, Op.RMSNORM, Op.GATE_UP, Op.DOWN)
-_OP_OF_TAIL = (Op.RMSNORM, Op.LM_HEAD, Op.SAMPLER, Op.SAMPLER, Op.SAMPLER)
-
-
-def op_of_trace(place: int, num_layers: int) -> tuple[Op, int]:
-    """(op, layer or -1) of a place in the trace."""
-    if place < trace_layer(0):
-        return (Op.PREPARE, -1) if place == TRACE_PREPARE else (Op.EMBED, -1)
-    if place >= trace_tail(num_layers):
-        return _OP_OF_TAIL[place - trace_tail(num_layers)], -1
-    layer, op = divmod(place - trace_layer(0), len(LAYER_OPS))
-    return _OP_OF_LAYER[op], layer

@@ -44,7 +44,10 @@ class StepDevice(Protocol):
     """One stream of a device; everything is asynchronous unless it says otherwise, and in order. DeviceLost from any
     call."""
 
-    executor: Executor
+    @property
+    def executor(self) -> Executor:
+        """Which path, how many multiprocessors."""
+        ...
 
     def address(self, buffer: str) -> int:
         """Of a workspace buffer."""
