@@ -99,6 +99,10 @@ extern "C" __global__ void deep(const Common common, int32_t* out) {
     for (int i = 0; i < 40000; i++) locals[i] = i;
     out[0] = locals[out[0]];
 }
+extern "C" __global__ void divide(const Common common, int32_t* out, int by) {
+    begin_kernel(common);
+    out[0] = 7 / by;
+}
 extern "C" __global__ void spin(const Common common, const int32_t* flag) {
     begin_kernel(common);
     while (*(const volatile int32_t*)flag == 0) __nanosleep(20);
