@@ -60,7 +60,9 @@ class PrefillPlan:
 def prefill_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors: int) -> PrefillPlan:
     """The variant with the shortest predicted time: waves of tiles over the multiprocessors."""
     candidates = [
-        variant_plan(width, cluster, num_rows, num_outputs, num_multiprocessors) for width in WIDTHS for cluster in CLUSTERS
+        variant_plan(width, cluster, num_rows, num_outputs, num_multiprocessors)
+        for width in WIDTHS
+        for cluster in CLUSTERS
     ]
     return min(candidates, key=lambda plan: _predicted_cost(plan, num_rows, num_outputs, k_pad))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.gemm import Epilogue, portable_launch
-from kernels.gemm_prefill import CLUSTERS, WIDTHS, prefill_launch, prefill_plan, variant_plan
+from kernels.gemm_prefill import CLUSTERS, WIDTHS, prefill_launch, variant_plan
 from tests.kernels.cases_gemm import Launcher, Problem, check_same_bits
 from tests.kernels.test_emulated_gemm import EPILOGUES, EmulatedDevice
 
