@@ -128,7 +128,7 @@ def test_tma_swizzles_and_fills_with_zeros(ex: EmulatedExecutor, x: int, y: int)
     values = np.random.default_rng(5).integers(1, 2**16, (rows, 152)).astype(np.uint16)
     tensor, copy = device(ex, values), ex.array((rows, 152), np.uint16)
     out = ex.array((box, 8, 8), np.uint16, fill=0xEE)
-    maps = [TensorMap2D(item.ctypes.data, rows, columns, 304, box) for item in (tensor, copy)]
+    maps = [TensorMap2D(tensor.ctypes.data, rows, columns, 304, box), TensorMap2D(copy.ctypes.data, rows, 144, 304, box)]
     run(ex, "box", *maps, out, np.int32(x), np.int32(y), np.int32(box), shared_bytes=box * 128)
     padded = np.zeros((rows + 100, 1000), np.uint16)
     padded[50 : 50 + rows, 200 : 200 + columns] = values[:, :columns]
@@ -137,7 +137,7 @@ def test_tma_swizzles_and_fills_with_zeros(ex: EmulatedExecutor, x: int, y: int)
     for row in range(box):  # PTX ISA: the 16-byte chunk c of row r stands at c ^ (r % 8)
         assert np.array_equal(out[row, chunk ^ (row % 8)], want[row]), row
     inside = np.zeros((rows, 152), bool)
-    inside[max(0, y) : y + box, max(0, x) : min(x + 64, columns)] = True
+    inside[max(0, y) : y + box, max(0, x) : min(x + 64, 144)] = True
     assert np.array_equal(copy, np.where(inside, values, 0))
 
 
@@ -153,7 +153,6 @@ def test_wgmma(ex: EmulatedExecutor, from_registers: int) -> None:
     rng = np.random.default_rng(7)
     a, b = to_bf16(rng.standard_normal((50, 200))), to_bf16(rng.standard_normal((30, 200)))
     out = ex.array((64, 32), np.float32, fill=0xFF)
-    maps = [TensorMap2D(device(ex, item).ctypes.data, item.shape[0], 200, 400, box) for item, box in ((a, 64), (b, 32))]
     keep = [device(ex, a), device(ex, b)]
     maps = [TensorMap2D(item.ctypes.data, item.shape[0], 200, 400, box) for item, box in zip(keep, (64, 32), strict=True)]
     run(ex, "warpgroup", *maps, out, np.int32(4), np.int32(from_registers), block=160, shared_bytes=2 * 12288)
