@@ -138,6 +138,11 @@ uint32_t swizzle(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // Calls move(global or null, shared, bytes) for each piece of up to 16 bytes of a box; null: outside the tensor.
 template <class Move> void for_box(const TensorMap& map, int x, int y, uint32_t shared, Move move) {
+    if (map.tiles) {
+        for (int64_t row = y; row < (int64_t)y + map.box_rows; row++, shared += 2048)
+            move(row < map.rows && x < map.columns ? (uint8_t*)map.address + row * map.row_bytes + x * 2048 : nullptr, shared, 2048);
+        return;
+    }
     for (int64_t row = y; row < (int64_t)y + map.box_rows; row++)
         for (int chunk = 0; chunk < 8; chunk++) {
             uint32_t place = swizzle(shared + (uint32_t)(row - y) * 128 + (uint32_t)chunk * 16);
@@ -202,8 +207,14 @@ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar, uint3
 }
 
 void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t ranks) {
+    if (map->tiles) fail("tma_load_2d from a map of tiles");
     uint32_t bytes = (uint32_t)map->box_rows * 128;
     start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, bytes, x, y}, 128, ranks);
+}
+
+void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t ranks) {
+    if (!map->tiles || k_tile < 0 || row_tile < 0) fail("tma_load_tiles of tile (%d, %d): not a map of tiles, or before its start", row_tile, k_tile);
+    start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, (uint32_t)map->box_rows * 2048, k_tile, row_tile}, 128, ranks);
 }
 
 static void store_box(const PendingCopy& copy) {
@@ -215,6 +226,8 @@ static void store_box(const PendingCopy& copy) {
 
 void tma_store_2d(const TensorMap* map, int x, int y, const void* shared) {
     uint32_t bytes = (uint32_t)map->box_rows * 128;
+    // Seen on an H200: the last 16 bytes of a row are written whole, past the tensor's end.
+    if (map->tiles || map->columns % 8) fail("tma_store_2d into rows of %d bytes: must be a multiple of 16", (int)map->columns * 2);
     PendingCopy copy = {shared_pointer(shared_address(shared), bytes, 128), nullptr, map, x, y, 0, 0};
     if (happens_now()) store_box(copy);
     else current_fiber()->stores.push(copy);

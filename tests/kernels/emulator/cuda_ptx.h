@@ -96,6 +96,12 @@ inline void bulk_copy_multicast(void* shared, const void* global, int bytes, uin
 inline void tma_load_2d_multicast(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t ranks) {
     emulator::tma_load_2d(shared, map, x, y, bar, ranks);
 }
+inline void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar) {
+    emulator::tma_load_tiles(shared, map, k_tile, row_tile, bar);
+}
+inline void tma_load_tiles_multicast(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t ranks) {
+    emulator::tma_load_tiles(shared, map, k_tile, row_tile, bar, ranks);
+}
 inline void fence_async_shared() {}
 #endif
 

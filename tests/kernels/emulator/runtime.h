@@ -94,12 +94,14 @@ struct alignas(64) TensorMap {  // executor.py packs it
     uint64_t address;
     int64_t rows, columns, row_bytes;
     int32_t box_rows;
-    int32_t pad[21];
+    int32_t tiles;  // 1: rows, columns and box_rows count whole tiles of 2 KB
+    int32_t pad[20];
 };
 static_assert(sizeof(TensorMap) == 128);
 // Into the same place of every block of the cluster whose bit is set in `ranks`, 0: the own block only.
 void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar, uint32_t ranks = 0);
 void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t ranks = 0);
+void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t ranks = 0);
 void tma_store_2d(const TensorMap* map, int x, int y, const void* shared);
 void bulk_commit();
 void bulk_wait(int pending);
