@@ -74,6 +74,19 @@ inline void bulk_prefetch_l2(const void* global, int bytes) {
 }
 inline void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar) { emulator::tma_load_2d(shared, map, x, y, bar); }
 inline void tma_prefetch_map(const TensorMap*) {}
+// Clusters are of one block here (launches of larger ones are refused by the kernels' wrappers' cluster=1).
+inline uint32_t cluster_rank() { return 0; }
+inline uint32_t cluster_size() { return 1; }
+inline void cluster_arrive() {}
+inline void cluster_wait() {}
+inline void mbarrier_arrive_remote(uint64_t* bar, uint32_t rank) {
+    if (rank != 0) emulator::fail("mbarrier_arrive_remote to block %u of a cluster of one", rank);
+    emulator::mbarrier_arrive(bar, 1, 0);
+}
+inline void tma_load_2d_multicast(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t blocks) {
+    if (blocks != 1) emulator::fail("tma_load_2d_multicast to blocks %#x of a cluster of one", blocks);
+    emulator::tma_load_2d(shared, map, x, y, bar);
+}
 inline void fence_async_shared() {}
 #endif
 
