@@ -42,10 +42,6 @@ class Device(Protocol):
 
     def run(self, launch: Launch) -> None: ...
 
-    def slot_errors(self) -> Array:
-        """uint32 bits by slot."""
-        ...
-
     def take_errors(self) -> list[dict[str, int]]:
         """The reports since the last call, as common.cuh:ErrorEntry; slot_errors are cleared."""
         ...

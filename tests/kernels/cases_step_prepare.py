@@ -220,18 +220,6 @@ def check_bad_item(device: Device) -> None:
         assert [(e["slot"], e["code"], e["value"]) for e in device.take_errors()] == [(5, PAGE_RANGE, first_row)]
 
 
-def check_errors_are_of_one_step(device: Device) -> None:
-    """The next step begins with no slot in error."""
-    machine = Machine(device)
-    step = Step([(3, 0, VOCAB)], [], [], [], 1, 1, 0, [], [])
-    machine.run(step, [0] * 6)
-    assert device.slot_errors().tolist()[:6] == [0, 0, 0, 1 << TOKEN_RANGE, 0, 0]
-    step.decode[0] = (2, 0, -2)
-    machine.run(step, [0, 0, -1, 0, 0, 0])
-    assert device.slot_errors().tolist()[:6] == [0, 0, 1 << TOKEN_RANGE, 0, 0, 0]
-    device.take_errors()
-
-
 def check_many_decode_rows(device: Device, decode_rows: int) -> None:
     """Decode rows only, every slot several times (a step never does that, but the sums do not mind)."""
     rng = np.random.default_rng(decode_rows)
