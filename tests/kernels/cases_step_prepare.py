@@ -69,7 +69,9 @@ class Machine:
         self.tables = np.full((self.max_slots + 1, self.table_width), self.num_pages, np.int32)
         self.tables_d = self.device.put(self.tables)
 
-    def run(self, step: Step, last_token: list[int]) -> dict[str, Array]:
+    def run(self, step: Step, last_token: list[int], words: Array | None = None) -> dict[str, Array]:
+        """The arrays after the kernel. `words`: an upload other than step.pack()."""
+
         def empty(*shape: int) -> Array:
             return np.full(shape, POISON, np.int32)
 
@@ -79,7 +81,8 @@ class Machine:
             "descriptors": (step.num_logits_rows, 5), "page_prefix": (step.decode_rows + 1,),
         }  # fmt: skip
         out = {name: self.device.put(empty(*shape)) for name, shape in shapes.items()}
-        upload, last = self.device.put(step.pack()), self.device.put(np.array(last_token, np.int32))
+        upload = self.device.put(step.pack() if words is None else words)
+        last = self.device.put(np.array(last_token, np.int32))
         self.device.run(
             rows.step_prepare(
                 upload.address, **{name: buffer.address for name, buffer in out.items()},
@@ -127,18 +130,26 @@ class Machine:
 
 def random_step(rng: np.random.Generator, machine: Machine, *, longest_item: int) -> Step:
     """Any mix of decode rows, prefill items and padding; each slot in at most one of them."""
+
+    def some_position(last: int) -> int:
+        """Every other one next to a page's border."""
+        near_border = (
+            int(rng.integers(0, machine.table_width)) * PAGE_TOKENS + machine.window + int(rng.integers(-2, 3))
+        )
+        return min(last, max(0, near_border)) if rng.integers(0, 2) else int(rng.integers(0, last + 1))
+
     slots = rng.permutation(machine.max_slots).tolist()
     num_decode = int(rng.integers(0, machine.max_slots + 1))
     num_items = int(rng.integers(0, machine.max_slots - num_decode + 1))
     last_position = machine.table_width * PAGE_TOKENS - 1
     decode = [
-        (slot, int(rng.integers(0, last_position + 1)), int(rng.choice([-1, rng.integers(0, VOCAB)])))
+        (slot, some_position(last_position), int(rng.choice([-1, rng.integers(0, VOCAB)])))
         for slot in slots[:num_decode]
     ]
     items = []
     for slot in slots[num_decode : num_decode + num_items]:
         count = int(rng.integers(1, longest_item + 1))
-        items.append((slot, int(rng.integers(0, last_position + 2 - count)), count))
+        items.append((slot, some_position(last_position + 1 - count), count))
     num_prefill = sum(count for _, _, count in items)
     decode_rows = num_decode + int(rng.integers(0, 4))
     num_rows = max(1, decode_rows + num_prefill + int(rng.integers(0, 4)))
@@ -197,6 +208,18 @@ def check_bad_records(device: Device) -> None:
             (5, POSITION_RANGE, -1), (2, PAGE_RANGE, 41), (2, PAGE_RANGE, -2),
         ]
     )  # fmt: skip
+
+
+def check_bad_item(device: Device) -> None:
+    """A prefill item whose rows are not all in the launch writes none."""
+    machine = Machine(device)
+    step = Step([(0, 1, 2)], [(1, 0, 3)], [], [], 1, 4, 0, [1, 2, 3], [])
+    for first_row, count in ((2, 3), (0, 3), (1, -1), (5, 1)):
+        words = step.pack()
+        words[words[9] + 1 : words[9] + 3] = first_row, count
+        got = machine.run(step, [0] * 6, words)
+        assert got["slots"].tolist() == [0, 5, 5, 5]
+        assert [(e["slot"], e["code"], e["value"]) for e in device.take_errors()] == [(5, PAGE_RANGE, first_row)]
 
 
 def check_many_decode_rows(device: Device, decode_rows: int) -> None:

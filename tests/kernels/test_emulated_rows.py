@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest) -> EmulatedDevice:
     return EmulatedDevice(*request.param)
 
 
-@pytest.mark.parametrize("hidden", [1, 7, 60, 64, 576, 1000, 4096, 8192, 8200, 20000])
+@pytest.mark.parametrize("hidden", [1, 7, 60, 300, 576, 1000, 4096, 8192, 8200, 20000])
 def test_rmsnorm(device: EmulatedDevice, hidden: int) -> None:
     cases.check_rmsnorm(device, 3, hidden)
 
@@ -76,8 +76,9 @@ def test_embed(device: EmulatedDevice, num_rows: int, hidden: int) -> None:
 @pytest.mark.parametrize("head_dim", [4, 16, 64, 80, 96, 112, 128, 160, 256])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_qkv_post(device: EmulatedDevice, head_dim: int, family: str) -> None:
-    case = cases.QkvCase(5, 4, 2, head_dim, bias=family == "qwen2", norm=family == "qwen3")
-    cases.check_qkv_post(device, case)
+    bias, norm = family == "qwen2", family == "qwen3"
+    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm))
+    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm, sharp=True))
 
 
 @pytest.mark.parametrize("warps", [1, 3, 8])
@@ -90,9 +91,10 @@ def test_qkv_post_rows(device: EmulatedDevice, num_rows: int) -> None:
     cases.check_qkv_post(device, cases.QkvCase(num_rows, 3, 3, 64))
 
 
+@pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("max_position", [1000, 1 << 20])
-def test_qkv_post_reports(device: EmulatedDevice, max_position: int) -> None:
-    cases.check_qkv_post_reports(device, max_position)
+def test_qkv_post_reports(device: EmulatedDevice, max_position: int, head_dim: int) -> None:
+    cases.check_qkv_post_reports(device, max_position, head_dim)
 
 
 def test_qkv_post_padding_row(device: EmulatedDevice) -> None:
@@ -107,7 +109,7 @@ def test_head_dims_no_kernel_takes_are_refused(head_dim: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 300])
 def test_step_prepare(device: EmulatedDevice, window: int) -> None:
-    step_cases.check_random_steps(device, steps=6, max_slots=5, longest_item=20, window=window)
+    step_cases.check_random_steps(device, steps=15, max_slots=5, longest_item=20, window=window)
 
 
 def test_step_prepare_many_rows(device: EmulatedDevice) -> None:
@@ -118,6 +120,17 @@ def test_step_prepare_many_rows(device: EmulatedDevice) -> None:
 
 def test_step_prepare_bad_records(device: EmulatedDevice) -> None:
     step_cases.check_bad_records(device)
+    step_cases.check_bad_item(device)
+
+
+def test_step_prepare_clears_slot_errors(device: EmulatedDevice) -> None:
+    """The next step begins with no slot in error."""
+    machine = step_cases.Machine(device)
+    step = step_cases.Step([(3, 0, step_cases.VOCAB)], [], [], [], 1, 1, 0, [], [])
+    for slot in (3, 2):
+        step.decode[0] = (slot, 0, step_cases.VOCAB)
+        machine.run(step, [0] * 6)
+        assert np.flatnonzero(device.executor.slot_errors).tolist() == [slot]
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
@@ -143,7 +156,7 @@ def test_copy_f32(device: EmulatedDevice, dtype: str, count: int) -> None:
     cases.check_copy_f32(device, dtype, count)
 
 
-@pytest.mark.parametrize("nbytes", [16, 4096, (17 << 20) + 48])
+@pytest.mark.parametrize("nbytes", [16, 4096, (16 << 20) - 65536, (17 << 20) + 48])
 def test_checksum(nbytes: int) -> None:
     cases.check_checksum(EmulatedDevice("hopper", 2), nbytes, flips=0)
 
