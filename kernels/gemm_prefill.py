@@ -95,9 +95,9 @@ def prefill_launch(
     op: int,
     layer: int = -1,
 ) -> Launch:
-    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which adds
-    to what is there), bf16 for swiglu (N/2 columns). All addresses and the rows of x and of bf16 out are 16-byte aligned.
-    Raises ValueError for rows of W that are no gate and up pairs."""
+    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which
+    adds to what is there), bf16 for swiglu (N/2 columns). All addresses and the rows of x and of bf16 out are 16-byte
+    aligned. Raises ValueError for rows of W that are no gate and up pairs."""
     swiglu = epilogue == "swiglu"
     if swiglu and (num_outputs % TILE_ROWS or ld_out % 8 or ld_out < num_outputs // 2):
         raise ValueError(
@@ -115,7 +115,8 @@ def prefill_launch(
         grid=(plan.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         arguments=(
-            CommonArgument(op, layer), x_map, w_map, out_map, address(out), _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out),
+            CommonArgument(op, layer), x_map, w_map, out_map, address(out), _i32(num_rows), _i32(num_outputs),
+            _i32(k_pad), _i32(ld_out),
         ),
         shared_bytes=plan.shared_bytes,
         cluster=plan.cluster,

@@ -1,4 +1,4 @@
-"""The wgmma matrix product on the GPU (tests/kernels/cases_gemm.py): every variant has the bits of the portable kernel."""
+"""The wgmma matrix product on the GPU (tests/kernels/cases_gemm.py): all variants have the portable kernel's bits."""
 
 from __future__ import annotations
 

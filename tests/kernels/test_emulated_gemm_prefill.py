@@ -25,7 +25,7 @@ def variant(width: int, cluster: int, problem: Problem) -> Launcher:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_variants(width: int, epilogue: Epilogue, cluster: int) -> None:
-    """Every variant, several tiles a block, ragged in M, N and K: the portable kernel's bits, within the bound of float64."""
+    """Several tiles a block, ragged in M, N and K: the portable kernel's bits, within the bound of float64."""
     rng = np.random.default_rng(width * 10 + cluster)
     m, n, k = int(rng.integers(130, 300)), int(rng.integers(width + 1, 2 * width)) // 2 * 2, int(rng.integers(1, 300))
     problem = Problem.random(rng, epilogue, m, n, k)
