@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from kernels.gemm_prefill import prefill_launch, prefill_plan
 from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
@@ -73,6 +74,9 @@ def gemm_launch(
     shape = {"num_rows": num_rows, "num_outputs": num_outputs, "k_pad": k_pad, "ld_x": ld_x, "ld_out": ld_out}
     if executor.path != "hopper":
         return portable_launch(epilogue, x, w, out, **shape, op=op, layer=layer)
+    if num_rows > DECODE_ROWS:
+        many = prefill_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
+        return prefill_launch(many, epilogue, x, w, out, **shape, op=op, layer=layer)
     plan = decode_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
     return decode_launch(plan, epilogue, x, w, out, **shape, op=op, layer=layer)
 
