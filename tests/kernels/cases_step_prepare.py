@@ -78,8 +78,7 @@ class Machine:
         shapes = {
             "token_ids": (step.num_rows,), "positions": (step.num_rows,), "slots": (step.num_rows,),
             "tiles": (len(step.tiles) + 1, 2), "logits_rows": (step.num_logits_rows,),
-            "logits_slots": (step.num_logits_rows,), "logits_generated": (step.num_logits_rows,),
-            "logits_targets": (step.num_logits_rows,), "page_prefix": (step.decode_rows + 1,),
+            "descriptors": (step.num_logits_rows, 5), "page_prefix": (step.decode_rows + 1,),
         }  # fmt: skip
         out = {name: self.device.put(empty(*shape)) for name, shape in shapes.items()}
         upload = self.device.put(step.pack() if words is None else words)
@@ -113,10 +112,12 @@ class Machine:
             prefix.append(prefix[-1] + len({p // PAGE_TOKENS for p in visible}))
         padding = [(min(r, step.num_rows - 1), self.max_slots, 0, -1) for r in range(step.num_logits_rows)]
         logits = np.array([*step.logits, *padding[len(step.logits) :]], np.int32).reshape(-1, 4)
+        mode = np.where(logits[:, 3] < 0, 1, 2) * (np.arange(len(logits)) < len(step.logits))
+        position = table[logits[:, 0], 1] + 1
         return {
             "token_ids": table[:, 0], "positions": table[:, 1], "slots": table[:, 2],
             "tiles": np.array([*step.tiles, (POISON, POISON)], np.int32), "logits_rows": logits[:, 0],
-            "logits_slots": logits[:, 1], "logits_generated": logits[:, 2], "logits_targets": logits[:, 3],
+            "descriptors": np.stack([logits[:, 1], logits[:, 2], mode, logits[:, 3], position], axis=1),
             "page_prefix": np.array(prefix, np.int32), "block_tables": self.tables,
         }  # fmt: skip
 
@@ -195,7 +196,8 @@ def check_bad_records(device: Device) -> None:
     assert got["positions"].tolist() == [last_position, 0, 0, 0, 0, last_position, 0]
     assert got["token_ids"].tolist() == [5, 0, 0, 0, 0, 8, 0]
     assert got["page_prefix"].tolist() == [0, 9, 10, 11, 12, 13]
-    assert list(zip(got["logits_rows"].tolist(), got["logits_slots"].tolist())) == [(0, 0), (1, 5), (2, 5)]
+    assert got["logits_rows"].tolist() == [0, 1, 2]
+    assert got["descriptors"].tolist() == [[0, 1, 1, -1, last_position + 1], [5, 0, 0, -1, 1], [5, 0, 0, -1, 1]]
     assert got["block_tables"][0].tolist() == [1, 40, 2] + [40] * 6  # the dummy page may be named
     assert np.all(got["block_tables"][1:] == 40)
     errors = sorted((e["slot"], e["code"], e["value"]) for e in device.take_errors())
