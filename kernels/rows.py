@@ -18,7 +18,9 @@ SOURCE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 """safetensors names of what retile and copy_f32 read."""
 
 _i32 = np.int32
-_FEW_ROWS = 64  # up to here latency counts (rmsnorm.cu, qkv_post.cu; measured on an H200, kernels/LOG.md)
+# Where bandwidth begins to count more than latency (measured on an H200, kernels/LOG.md)
+_FEW_ROWS = 64  # rmsnorm
+_FEW_HEADS = 8192  # qkv_post: rows times heads
 _LOAD_BLOCK = 256
 _MAX_LOAD_BLOCKS = 2112  # 16 a multiprocessor on 132: enough to fill any GPU, and each thread has work left
 
@@ -89,7 +91,7 @@ def qkv_post(
     heads, padded = num_heads + 2 * num_kv_heads, padded_head_dim(head_dim)
     if not 1 <= warps <= 8:
         raise ValueError(f"warps {warps} is not in 1..8")
-    many = num_rows > _FEW_ROWS if many is None else many
+    many = num_rows * heads > _FEW_HEADS if many is None else many
     heads_of_block = warps * ((2 if padded == 256 else 4) if many else 1)
     return Launch(
         module="qkv_post",
