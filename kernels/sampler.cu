@@ -289,7 +289,7 @@ sampler_weigh(const Common common, const float* logits, int64_t ld, const RowDes
     }
 }
 
-constexpr int FINISH_SHARED = 80 * 1024;  // sampler.py:_FINISH_SHARED
+constexpr int FINISH_SHARED = 84 * 1024;  // sampler.py:_FINISH_SHARED
 static_assert(sizeof(Shared) <= FINISH_SHARED);
 
 // grid (rows), dynamic shared memory FINISH_SHARED. `scores`: (rows, scores_bytes).
@@ -324,7 +324,7 @@ sampler_finish(const Common common, const float* logits, int64_t ld, const RowDe
         int32_t* ids = reinterpret_cast<int32_t*>(out + sizeof(RowScores));
         float* values = reinterpret_cast<float*>(ids + max_logprobs);
         for (int i = threadIdx.x; i < num_best; i += FINISH_THREADS) {
-            ids[i] = rank_id(shared.list[i]);
+            ids[i] = rank_id(shared.best[i]);
             values[i] = logits[ids[i]];  // not from the rank: -0 has its own bits
         }
         if (threadIdx.x == 0) *reinterpret_cast<RowScores*>(out) = {state.total, logits[token], state.raw_top, num_best, 0};

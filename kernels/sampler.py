@@ -82,7 +82,7 @@ _TOP_THREADS, _FINISH_THREADS, _UPDATE_THREADS = 256, 512, 256
 _TOP_SHARE = 2048  # tokens of a block: what its threads load at once
 _TOP_BLOCKS_PER_SM = 8
 _UPDATE_BLOCKS = 16
-_FINISH_SHARED = 80 << 10
+_FINISH_SHARED = 84 << 10
 _MAX_EDITS = 2047  # 11 bits of a word of `seen`
 _MAX_COUNT = (1 << 20) - 1
 _ALIGNMENT = 256
@@ -106,8 +106,8 @@ class SamplerShape:
                 f"logit_bias entries and stop ids of a request: at most {_MAX_EDITS} together on a GPU, the limits allow "
                 f"{self.max_edits}; lower max_logit_bias or max_stop_token_ids"
             )
-        if not 1 <= self.max_logprobs <= 1024:
-            raise ValueError(f"max_logprobs must be 1 to 1024 on a GPU, got {self.max_logprobs}")
+        if not 1 <= self.max_logprobs <= _BINS:
+            raise ValueError(f"max_logprobs must be 1 to {_BINS} on a GPU, got {self.max_logprobs}")
         if self.num_slots < 1 or not 1 <= self.max_rows < 65536:
             raise ValueError(f"{self.num_slots} slots, {self.max_rows} rows: 1 or more, and fewer than 65536 rows")
 

@@ -150,9 +150,11 @@ __device__ __noinline__ inline int draw_from_chunks(u64 cutoff, u64 bits) {
     if (warp == part % FINISH_WARPS) {
         u64 own[4];
 #pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip)
-            if (strip == part / FINISH_WARPS)
-                for (int i = 0; i < 4; ++i) own[i] = weights[strip][i];
+        for (int strip = 0; strip < STRIPS; ++strip) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (strip == 0 || strip == part / FINISH_WARPS) own[i] = weights[strip][i];
+        }
         u64 sum = own[0] + own[1] + own[2] + own[3], running = warp_inclusive(sum) - sum;
         if (running <= r && r < running + sum) {
             int i = 0;
@@ -216,37 +218,31 @@ __device__ __forceinline__ int draw_token(const SlotParams& slot, uint32_t todo,
 
 // ---- the k best ------------------------------------------------------------------------------------------------------
 
-// The `num_best` first of the raw ranking, in order, to the start of shared.list; 0 < num_best <= LIST.
+// The `num_best` first of the raw ranking, in order, to shared.best; 0 < num_best <= BINS.
 __device__ __noinline__ inline void find_best(int num_best) {
     Shared& shared = finish_memory();
     __syncthreads();
     sum_bins(RAW);
     list_first(RAW, num_best);
     select_in_whole_list(RAW, BY_RANK, 0, false, (u64)num_best);
-    // Those before the cut to the front, then sorted.
     const u64 lowest = shared.cut.key;
-    const int size = shared.list_size;
     if (threadIdx.x == 0) shared.num_few = 0;
-    u64 mine[LIST / FINISH_THREADS];
-#pragma unroll
-    for (int i = 0; i < LIST / FINISH_THREADS; ++i)
-        mine[i] = threadIdx.x + i * FINISH_THREADS < size ? shared.list[threadIdx.x + i * FINISH_THREADS] : 0;
+    shared.best[threadIdx.x] = 0;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < LIST / FINISH_THREADS; ++i)
-        if (mine[i] != 0 && mine[i] >= lowest) shared.list[atomicAdd(&shared.num_few, 1)] = mine[i];
+    for (int i = threadIdx.x; i < shared.list_size; i += FINISH_THREADS)
+        if (shared.list[i] >= lowest) shared.best[atomicAdd(&shared.num_few, 1)] = shared.list[i];
+    __syncthreads();
+    const int pair = threadIdx.x;
     int padded = 2;
     while (padded < num_best) padded *= 2;
-    for (int i = num_best + threadIdx.x; i < padded; i += FINISH_THREADS) shared.list[i] = 0;
-    __syncthreads();
     for (int span = 2; span <= padded; span *= 2) {  // bitonic (Batcher 1968), descending
         for (int step = span / 2; step > 0; step /= 2) {
-            for (int pair = threadIdx.x; pair < padded / 2; pair += FINISH_THREADS) {
+            if (pair < padded / 2) {
                 int i = 2 * pair - (pair & (step - 1)), j = i + step;
-                u64 a = shared.list[i], b = shared.list[j];
+                u64 a = shared.best[i], b = shared.best[j];
                 if ((a < b) == ((i & span) == 0)) {
-                    shared.list[i] = b;
-                    shared.list[j] = a;
+                    shared.best[i] = b;
+                    shared.best[j] = a;
                 }
             }
             __syncthreads();

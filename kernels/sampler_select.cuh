@@ -78,7 +78,7 @@ struct Shared {
     int warp_count[FINISH_WARPS];
     u64 chunk_weight[MAX_CHUNKS];  // kept
     int marked[MAX_CHUNKS], num_marked;
-    u64 few[32];
+    u64 few[32], best[BINS];
     int num_few;
     int chosen;  // chunk, then warp, then token
     u64 rest;
