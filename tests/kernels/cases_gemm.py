@@ -109,7 +109,9 @@ class Loaded:
         before = self._out()
         buffer: Buffer = self.device.put(before)
         self.device.run(
-            launcher(problem.epilogue, self.x.address, self.w.address, buffer.address, **problem.shape, op=Op.QKV, layer=0)
+            launcher(
+                problem.epilogue, self.x.address, self.w.address, buffer.address, **problem.shape, op=Op.QKV, layer=0
+            )
         )
         after = buffer.read().reshape(before.shape)
         result = after[: problem.m, : problem.columns].copy()

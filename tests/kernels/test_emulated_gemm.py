@@ -162,7 +162,16 @@ def test_shapes_no_kernel_takes(change: dict[str, int], message: str) -> None:
 def test_plans_fit_the_machine(m: int, num_multiprocessors: int) -> None:
     """The rings of two kernels side by side on a multiprocessor (228 KB, 1 KB of each block's the system's), no more
     threads than the kernel's launch bound, and no block with more tiles than it must have."""
-    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (960, 576), (49152, 576), (16, 64)]
+    shapes = [
+        (6144, 4096),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128256, 4096),
+        (960, 576),
+        (49152, 576),
+        (16, 64),
+    ]
     for n, k in shapes:
         plan = decode_plan(m, n, k, num_multiprocessors)
         tiles = -(-n // 16)
