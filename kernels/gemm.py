@@ -1,7 +1,7 @@
 """Launches of the matrix products y = x W^T: which kernel, which grid.
 
 Pure functions of shapes and device addresses (int). Mathematics, epilogues and layouts stand at the top of
-kernels/gemm_decode.cu (few rows, sm_90), kernels/gemm_prefill.cu (many rows, sm_90a) and kernels/gemm_portable.cu (any).
+kernels/gemm_decode.cu (few rows), kernels/gemm_prefill.cu (many rows, sm_90a) and kernels/gemm_portable.cu (any).
 All give the same bits for an element of the result, whatever the number of rows: the choice is one of speed alone.
 Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
 """
@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from kernels.gemm_prefill import prefill_launch, prefill_plan
 from kernels.launch import CommonArgument, Executor, Launch, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
@@ -79,12 +80,15 @@ def gemm_launch(
     op: int,
     layer: int = -1,
 ) -> Launch:
-    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which adds
-    to what is there), bf16 for swiglu (N/2 columns). Raises ValueError for a shape no kernel takes."""
+    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which
+    adds to what is there), bf16 for swiglu (N/2 columns). Raises ValueError for a shape no kernel takes."""
     check_shape(epilogue, num_rows=num_rows, num_outputs=num_outputs, k_pad=k_pad, ld_x=ld_x, ld_out=ld_out)
     shape = {"num_rows": num_rows, "num_outputs": num_outputs, "k_pad": k_pad, "ld_x": ld_x, "ld_out": ld_out}
     if executor.path != "hopper":
         return portable_launch(epilogue, x, w, out, **shape, op=op, layer=layer)
+    if num_rows > DECODE_ROWS:
+        many = prefill_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
+        return prefill_launch(many, epilogue, x, w, out, **shape, op=op, layer=layer)
     plan = decode_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
     return decode_launch(plan, epilogue, x, w, out, **shape, op=op, layer=layer)
 

@@ -1,7 +1,7 @@
 """Test bodies of the matrix products (kernels/gemm.py), for the emulator and the GPU alike.
 
-`Problem` makes fresh random inputs and the float64 result with a bound on the error of each element; a body runs a launch
-on a poisoned output and compares. Everything outside the result must keep its poison.
+`Problem` makes fresh random inputs and the float64 result with a bound on the error of each element; a body runs a
+launch on a poisoned output and compares. Everything outside the result must keep its poison.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class EmulatedDevice:
         raise NotImplementedError
 
 
-def planned(num_multiprocessors: int, **changes: int) -> Launcher:
+def planned(num_multiprocessors: int, **changes: Any) -> Launcher:
     """decode_launch with the plan for that many multiprocessors, with some of its fields replaced."""
 
     def launcher(epilogue: Epilogue, x: int, w: int, out: int, **shape: int) -> Launch:
