@@ -127,6 +127,16 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* shared, const Tensor
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"((uint16_t)blocks) : "memory");
 }
+// Whole 2 KB tiles of a weight matrix behind a tile map (launch.py:TileMap): those at `k_tile` of the map's box of row tiles
+// from `row_tile` on, one after the other -> shared; completes on `bar`. One thread. Beyond the matrix: zeros.
+__device__ __forceinline__ void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(0), "r"(k_tile), "r"(row_tile), "r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ void tma_load_tiles_multicast(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t blocks) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(0), "r"(k_tile), "r"(row_tile), "r"(shared_address(bar)), "h"((uint16_t)blocks) : "memory");
+}
 // Ordinary writes to shared memory before, asynchronous reads (wgmma, bulk copies) after.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Shared -> a box of a 2-D tensor map; what lies outside the tensor is not written. One thread; then bulk_commit, and

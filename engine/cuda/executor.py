@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.cuda.errors import check, failure
-from kernels.launch import CommonArgument, Launch, TensorMap2D
+from kernels.launch import CommonArgument, Launch, TensorMap2D, TileMap
+from kernels.layout import TILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +68,7 @@ class CudaExecutor:
         self._dependent_launch = context.info.compute_capability >= (9, 0)
         self._max_shared_bytes = context.info.max_shared_bytes
         self._shared_bytes: dict[tuple[str, str], int] = {}  # dynamic shared memory a function was allowed
-        self._tensor_maps: dict[TensorMap2D, bytes] = {}
+        self._tensor_maps: dict[TensorMap2D | TileMap, bytes] = {}
         self._launch = context.api.cuLaunchKernelEx
 
     def run(self, launch: Launch) -> None:
@@ -136,21 +137,28 @@ class CudaExecutor:
             return _COMMON.pack(
                 reports.errors, reports.slot_errors, reports.trace, self.trace_index, argument.layer, argument.op, 0
             )
-        if isinstance(argument, TensorMap2D):
+        if isinstance(argument, TensorMap2D | TileMap):
             return self._tensor_map(argument)
         raise TypeError(f"a kernel argument is a {type(argument).__name__}; wanted a numpy scalar")
 
-    def _tensor_map(self, wanted: TensorMap2D) -> bytes:
+    def _tensor_map(self, wanted: TensorMap2D | TileMap) -> bytes:
         """CUtensorMap for it, encoded once. CUDA driver API, cuTensorMapEncodeTiled."""
         encoded = self._tensor_maps.get(wanted)
         if encoded is None:
             api = self._api
+            types, swizzles = api.CUtensorMapDataType, api.CUtensorMapSwizzle
+            if isinstance(wanted, TileMap):
+                kind, swizzle = types.CU_TENSOR_MAP_DATA_TYPE_UINT64, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+                shape, box = [256, wanted.k_tiles, wanted.row_tiles], [256, 1, wanted.box_tiles]
+                strides = [TILE_BYTES, wanted.k_tiles * TILE_BYTES]
+            else:
+                kind, swizzle = types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+                shape, box, strides = [wanted.columns, wanted.rows], [64, wanted.box_rows], [wanted.row_bytes]
             encode = api.cuTensorMapEncodeTiled(
-                api.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, wanted.address,
-                [api.cuuint64_t(wanted.columns), api.cuuint64_t(wanted.rows)], [api.cuuint64_t(wanted.row_bytes)],
-                [api.cuuint32_t(64), api.cuuint32_t(wanted.box_rows)], [api.cuuint32_t(1), api.cuuint32_t(1)],
-                api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                kind, len(shape), wanted.address,
+                [api.cuuint64_t(n) for n in shape], [api.cuuint64_t(n) for n in strides],
+                [api.cuuint32_t(n) for n in box], [api.cuuint32_t(1)] * len(shape),
+                api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )  # fmt: skip
