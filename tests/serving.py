@@ -18,6 +18,14 @@ import psutil
 from engine.spawn import python_env, python_module
 
 MODEL = "tiny"
+
+
+class BACKEND:
+    """Of the servers that tests start; tests/gpu changes it for the modules that it runs once more on a GPU."""
+
+    name = "cpu"
+
+
 START_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +49,7 @@ class Server:
         """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready."""
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the Server
         process = await asyncio.create_subprocess_exec(
-            *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", "cpu",
+            *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", BACKEND.name,
             "--port", "0", *options, stderr=log, env=python_env(), preexec_fn=_die_with_parent,
         )  # fmt: skip
         server = cls(process, log)
