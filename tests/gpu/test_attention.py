@@ -16,7 +16,8 @@ from tests.kernels import cases_attention as cases
 
 # Hq, Hkv, D: Llama-3-8B, SmolLM2, Phi-3, Gemma, odd dims, groups of 1, 7 and more than the 16 rows of a tile.
 SHAPES = [
-    (32, 8, 128), (9, 3, 64), (8, 8, 96), (8, 4, 256), (4, 2, 80), (4, 1, 16), (28, 4, 128), (24, 1, 64), (64, 4, 128), (2, 2, 160),
+    (32, 8, 128), (9, 3, 64), (8, 8, 96), (8, 4, 256), (4, 2, 80),
+    (4, 1, 16), (28, 4, 128), (24, 1, 64), (64, 4, 128), (2, 2, 160),
 ]  # fmt: skip
 
 
