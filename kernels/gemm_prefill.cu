@@ -11,6 +11,7 @@
 //   copies its share of w to all of them.
 // A consumer lets go of a stage when its products have read it, so the one that is ahead writes its results while the other
 // multiplies: the tensor cores idle only for what the ring cannot cover.
+// path: hopper
 #include "math.cuh"
 
 #if HAS_WGMMA || defined(APPLIANCE_EMULATE)
