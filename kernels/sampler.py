@@ -77,12 +77,12 @@ _NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET, _UNFINISHED = 1, 
 _DEVICE_ERRORS = ("", "a page outside the KV pool", "a position outside its table", "a token id outside the vocabulary",
                   "NaN or Inf", "unusable logits")  # common.cuh:ErrorCode  # fmt: skip
 
-_BINS, _CHUNK = 512, 8192  # sampler_select.cuh
+_BINS, _GROUP, _CHUNK = 512, 128, 8192  # sampler_select.cuh
 _TOP_THREADS, _FINISH_THREADS, _UPDATE_THREADS = 256, 512, 256
 _TOP_SHARE = 2048  # tokens of a block: what its threads load at once
 _TOP_BLOCKS_PER_SM = 8
 _UPDATE_BLOCKS = 16
-_FINISH_SHARED = 84 << 10
+_FINISH_SHARED = 92 << 10
 _MAX_EDITS = 2047  # 11 bits of a word of `seen`
 _MAX_COUNT = (1 << 20) - 1
 _ALIGNMENT = 256
@@ -112,10 +112,6 @@ class SamplerShape:
             raise ValueError(f"{self.num_slots} slots, {self.max_rows} rows: 1 or more, and fewer than 65536 rows")
 
     @property
-    def chunks(self) -> int:
-        return -(-self.vocab_size // _CHUNK)
-
-    @property
     def scores(self) -> np.dtype[Any]:
         """What comes back of a row with logprobs: sampler_state.cuh:RowScores and the best tokens."""
         k = self.max_logprobs
@@ -126,16 +122,18 @@ class SamplerShape:
 
     def layout(self) -> dict[str, tuple[int, int]]:
         """(offset, bytes) of each array in the sampler's memory, which is all zero before its first use."""
-        histogram = self.max_rows * self.chunks * _BINS
+        groups = -(-self.vocab_size // _GROUP)
         sizes = {
             "params": self.num_slots * SLOT_PARAMS.itemsize,
             "edits": self.num_slots * max(self.max_edits, 1) * 8,
             "seen": self.num_slots * -(-self.vocab_size // 4) * 16,
             "states": self.max_rows * 64,
-            "chunk_weights": histogram * 8,
-            "chunk_counts": histogram * 4,
-            "raw_counts": histogram * 4,
-            "chunk_sums": self.max_rows * self.chunks * 8,
+            "weights": self.max_rows * _BINS * 8,
+            "counts": self.max_rows * _BINS * 4,
+            "raw_counts": self.max_rows * _BINS * 4,
+            "tops": self.max_rows * groups * 4,
+            "raw_tops": self.max_rows * groups * 4,
+            "group_sums": self.max_rows * groups * 8,
         }
         offset, layout = 0, {}
         for name, size in sizes.items():
@@ -145,7 +143,7 @@ class SamplerShape:
 
     @property
     def num_bytes(self) -> int:
-        offset, size = self.layout()["chunk_sums"]
+        offset, size = self.layout()["group_sums"]
         return offset + size
 
 
@@ -191,7 +189,7 @@ def sample_launches(
     vocab = np.int32(shape.vocab_size)
     row = (CommonArgument(OP_SAMPLER), address(logits), np.int64(ld), address(rows), at["params"], at["edits"],
            np.int32(max(shape.max_edits, 1)), at["seen"], at["states"])  # fmt: skip
-    histograms = (at["chunk_weights"], at["chunk_counts"], at["raw_counts"], at["chunk_sums"])
+    sums = tuple(at[name] for name in ("weights", "counts", "raw_counts", "tops", "raw_tops", "group_sums"))
     blocks = max(1, _TOP_BLOCKS_PER_SM * num_multiprocessors // num_rows)
     share = -(-shape.vocab_size // (blocks * _TOP_SHARE)) * _TOP_SHARE
     top = Launch(
@@ -201,11 +199,11 @@ def sample_launches(
     if greedy_only:
         return (top,)
     weigh = Launch(
-        "sampler", "sampler_weigh", (shape.chunks, num_rows, 1), (_FINISH_THREADS, 1, 1), (*row, *histograms, vocab)
+        "sampler", "sampler_weigh", (-(-shape.vocab_size // _CHUNK), num_rows, 1), (_FINISH_THREADS, 1, 1), (*row, *sums, vocab)
     )
     finish = Launch(
         "sampler", "sampler_finish", (num_rows, 1, 1), (_FINISH_THREADS, 1, 1),
-        (*row, *histograms, vocab, address(last_token), address(results), address(scores), np.int32(shape.scores.itemsize),
+        (*row, *sums, vocab, address(last_token), address(results), address(scores), np.int32(shape.scores.itemsize),
          np.int32(shape.max_logprobs)), _FINISH_SHARED,
     )  # fmt: skip
     return top, weigh, finish
