@@ -190,7 +190,7 @@ sampler_top(const Common common, const float* logits, int64_t ld, const RowDescr
 
 // ---- sampler_weigh and sampler_finish --------------------------------------------------------------------------------
 
-constexpr int CHUNK = 8192, STRIP = FINISH_THREADS * 4, STRIPS = CHUNK / STRIP;
+constexpr int CHUNK = 8192, STRIP = FINISH_THREADS * 4;  // tokens of a block of sampler_weigh, and of a round
 
 // Of every row, between the two kernels: sampler.py:SamplerShape.layout. The bins are all zero before and after.
 struct RowSums {
