@@ -30,9 +30,9 @@
 #define DYNAMIC_SHARED(name) uint8_t* const name = ::emulator::dynamic_shared()
 
 #define threadIdx (::emulator::current->index)
-#define blockIdx (::emulator::block.index)
-#define blockDim (::emulator::block.size)
-#define gridDim (::emulator::block.grid)
+#define blockIdx (::emulator::current->block->index)
+#define blockDim (::emulator::current->block->size)
+#define gridDim (::emulator::current->block->grid)
 constexpr int warpSize = 32;
 
 #include "cuda_types.h"

@@ -9,7 +9,7 @@ using TensorMap = emulator::TensorMap;
 
 namespace ptx {
 
-inline uint32_t sm_id() { return emulator::block.sm; }
+inline uint32_t sm_id() { return emulator::current->block->sm; }
 inline uint64_t global_timer() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -74,6 +74,34 @@ inline void bulk_prefetch_l2(const void* global, int bytes) {
 }
 inline void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar) { emulator::tma_load_2d(shared, map, x, y, bar); }
 inline void tma_prefetch_map(const TensorMap*) {}
+inline void tma_store_2d(const TensorMap* map, int x, int y, const void* shared) { emulator::tma_store_2d(map, x, y, shared); }
+inline void bulk_commit() { emulator::bulk_commit(); }
+template <int PENDING> inline void bulk_wait_read() { emulator::bulk_wait(PENDING); }
+template <int PENDING> inline void bulk_wait() { emulator::bulk_wait(PENDING); }
+
+// ---- clusters, sm_90
+inline uint32_t cluster_rank() { return emulator::current->block->cluster_rank; }
+inline uint32_t cluster_size() { return emulator::current->block->cluster_size; }
+inline void cluster_arrive() { emulator::cluster_arrive(); }
+inline void cluster_wait(EMULATOR_SITE) { emulator::cluster_wait(file, line); }
+inline void cluster_sync(EMULATOR_SITE) {
+    emulator::cluster_arrive();
+    emulator::cluster_wait(file, line);
+}
+inline void mbarrier_arrive_cluster(uint64_t* bar, uint32_t rank) { emulator::mbarrier_arrive(bar, 1, 0, rank); }
+inline void mbarrier_arrive_remote(uint64_t* bar, uint32_t rank) { emulator::mbarrier_arrive(bar, 1, 0, rank); }
+inline void bulk_copy_multicast(void* shared, const void* global, int bytes, uint64_t* bar, uint32_t ranks) {
+    emulator::bulk_copy(shared, global, bytes, bar, ranks);
+}
+inline void tma_load_2d_multicast(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t ranks) {
+    emulator::tma_load_2d(shared, map, x, y, bar, ranks);
+}
+inline void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar) {
+    emulator::tma_load_tiles(shared, map, k_tile, row_tile, bar);
+}
+inline void tma_load_tiles_multicast(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t ranks) {
+    emulator::tma_load_tiles(shared, map, k_tile, row_tile, bar, ranks);
+}
 inline void fence_async_shared() {}
 #endif
 

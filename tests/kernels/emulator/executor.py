@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D
+from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, TileMap
 from tests.kernels.emulator.build import KERNELS, CompileError, build
 
 ERROR_RING_ENTRIES = 256
@@ -36,9 +36,11 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
         ("order", ctypes.c_uint32),
         ("delivery", ctypes.c_uint32),
         ("num_multiprocessors", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -159,6 +161,7 @@ class EmulatedExecutor:
             grid=launch.grid,
             block=launch.block,
             shared_bytes=launch.shared_bytes,
+            cluster=launch.cluster,
             order=ORDERS[self.order],
             delivery=DELIVERIES[self.delivery],
             num_multiprocessors=self.num_multiprocessors,
@@ -197,8 +200,13 @@ class EmulatedExecutor:
             _check_tensor_map(argument)
             fields = (argument.address, argument.rows, argument.columns, argument.row_bytes, argument.box_rows)
             return struct.pack("<Qqqqi84x", *fields), "s128"
+        if isinstance(argument, TileMap):
+            if argument.address % 16 or not 1 <= argument.box_tiles <= 16:
+                raise ValueError(f"{argument}: the address must be a multiple of 16, box_tiles 1 to 16")
+            fields = (argument.address, argument.row_tiles, argument.k_tiles, argument.k_tiles * 2048, argument.box_tiles, 1)
+            return struct.pack("<Qqqqii80x", *fields), "s128"
         if not isinstance(argument, np.generic):
-            raise ValueError(f"argument {argument!r}: must be a numpy scalar, a CommonArgument or a TensorMap2D")
+            raise ValueError(f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap")
         kind = {"i": "i", "u": "i", "f": "f", "b": "i", "V": "s"}[argument.dtype.kind]
         return argument.tobytes(), f"{kind}{argument.dtype.itemsize}"
 

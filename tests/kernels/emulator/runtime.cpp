@@ -1,138 +1,45 @@
-// Fibers, rendezvous of warps and blocks, shared memory, errors. See runtime.h.
+// Fibers, and where they meet: warps, barriers, clusters. See runtime.h.
 #include "internal.h"
 
-#include <link.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 EMULATOR_SWITCH_ASSEMBLY
 
 namespace emulator {
 
 Thread* current;
-Block block;
-Fiber* fibers;
 Launch launch;
 
 namespace {
 
-constexpr size_t STACK_BYTES = 64 << 10;
-constexpr size_t STACK_STRIDE = STACK_BYTES + 4096;  // a guard page below each
-constexpr uint32_t SHARED_LIMIT = 227 << 10;         // of a block on sm_90
-constexpr uint8_t POISON = 0xFF;                     // NaN as bf16, fp16 and fp32, -1 as an integer
-constexpr uint8_t CANARY = 0xA5;
-
-struct Barrier {
-    uint32_t expected, arrived, predicates, result;
-    Fiber* waiting;
-};
+constexpr uint32_t RING = MAX_CLUSTER * MAX_THREADS;  // a power of two
+constexpr uint32_t SHARED_LIMIT = 227 << 10;          // of a block on sm_90
 
 Context main_context;
-char message[8192];
-bool failed;
-
-uint16_t* ready;  // ring of fibers that can run
+uint16_t ready[RING];  // fibers that can run
 uint32_t ready_head, ready_count;
-uint32_t num_threads, num_live;
+uint32_t num_threads;  // of a block
 uint32_t idle_yields;
 uint64_t random_state;
 
-Warp warps[MAX_THREADS / 32];
-Barrier barriers[16];
-
-uint8_t *shared_region, *shared_dynamic, *shared_static;
-uint32_t static_bytes, static_rounded;
-
-uint8_t static_anchor_storage() {  // makes the loader allocate this library's thread-local block
-    static thread_local volatile uint8_t anchor;
-    return anchor;
-}
-
-const char* name_of(Wait wait) {
-    static const char* const names[] = {"nothing", "__syncwarp", "a shuffle", "a vote", "__match", "__reduce", "ldmatrix",
-                                        "mma", "a barrier", "an mbarrier", "wgmma"};
-    return names[wait];
-}
-
-[[noreturn]] void leave(const char* text) {
-    snprintf(message, sizeof message, "%s", text);
-    failed = true;
-    Context lost;
-    context_switch(&lost, &main_context);
-    __builtin_unreachable();
-}
-
-// ---- what waits where, when nothing can go on
-
-int describe_wait(const Fiber& fiber, char* out, size_t size) {
-    if (fiber.wait == WAIT_NONE) return snprintf(out, size, "can run");
-    const char* base = fiber.file ? strrchr(fiber.file, '/') : nullptr;
-    base = base ? base + 1 : fiber.file;
-    if (fiber.wait == WAIT_BARRIER) {
-        const Barrier& barrier = barriers[fiber.barrier];
-        const char* kind = fiber.barrier_threads ? "named_barrier" : "__syncthreads";
-        return snprintf(out, size, "%s, barrier %d, %u of %u threads there (%s:%d)", kind, fiber.barrier, barrier.arrived,
-                        fiber.barrier_threads ? barrier.expected : num_live, base, fiber.line);
-    }
-    if (fiber.wait == WAIT_MBARRIER) {
-        char state[128];
-        mbarrier_describe(fiber.mbarrier, state, sizeof state);
-        return snprintf(out, size, "mbarrier_wait, mbarrier at shared address %u, parity %d; %s (%s:%d)",
-                        shared_address(fiber.mbarrier), fiber.parity, state, base, fiber.line);
-    }
-    if (fiber.wait == WAIT_WGMMA) return snprintf(out, size, "wgmma of the warpgroup (%s:%d)", base, fiber.line);
-    for (int i = 0; i < fiber.warp->meetings; i++) {
-        const Warp::Meeting& meeting = fiber.warp->meeting[i];
-        if (meeting.arrived >> fiber.lane & 1)
-            return snprintf(out, size, "%s, mask %08x, lanes there %08x (%s:%d)", name_of(fiber.wait), meeting.mask,
-                            meeting.arrived, base, fiber.line);
-    }
-    return snprintf(out, size, "%s (%s:%d)", name_of(fiber.wait), base, fiber.line);
-}
-
-[[noreturn]] void deadlock() {
-    static char text[8000];
-    int used = snprintf(text, sizeof text, "deadlock in block (%u, %u, %u): no thread can go on", block.index.x,
-                        block.index.y, block.index.z);
-    char line[512], next[512];
-    for (uint32_t first = 0, i = 0; i <= num_threads && used < 7000; i++) {
-        bool ended = i == num_threads || fibers[i].exited;
-        if (ended) next[0] = 0;
-        else describe_wait(fibers[i], next, sizeof next);
-        if (i == 0 || strcmp(line, next)) {
-            if (i > 0 && line[0])
-                used += snprintf(text + used, sizeof text - used, "\n  threads %u-%u wait at %s", first, i - 1, line);
-            first = i;
-            strcpy(line, next);
-        }
-        if (i == num_threads && line[0])
-            used += snprintf(text + used, sizeof text - used, "\n  threads %u-%u wait at %s", first, i - 1, line);
-    }
-    if (num_live < num_threads)
-        snprintf(text + used, sizeof text - used, "\n  %u threads have returned", num_threads - num_live);
-    leave(text);
-}
-
-// ---- scheduling
+struct {
+    uint32_t arrived, generation;
+    Fiber* waiting;
+} cluster_barrier;
 
 Fiber* next_ready() {
-    while (ready_count == 0) {
-        if (deliver_one()) continue;
-        deadlock();
-    }
+    while (ready_count == 0)
+        if (!deliver_one()) deadlock();
     if (launch.order == ORDER_SHUFFLED) {
-        uint32_t other = (ready_head + random_below(ready_count)) & (MAX_THREADS - 1);
+        uint32_t other = (ready_head + random_below(ready_count)) & (RING - 1);
         uint16_t chosen = ready[other];
         ready[other] = ready[ready_head];
         ready[ready_head] = chosen;
     }
     Fiber* fiber = &fibers[ready[ready_head]];
-    ready_head = (ready_head + 1) & (MAX_THREADS - 1);
+    ready_head = (ready_head + 1) & (RING - 1);
     ready_count--;
     return fiber;
 }
@@ -141,37 +48,47 @@ void switch_away(Fiber* from) {
     deliver_some();
     Fiber* to = next_ready();
     if (to == from) return;
+    if (to->block != from->block) load_statics(block_of(to));
     current = to;
     context_switch(&from->context, &to->context);
 }
 
+void wake_list(Fiber*& list) {
+    for (Fiber* fiber = list; fiber != nullptr; fiber = fiber->next) wake(fiber);
+    list = nullptr;
+}
+
 void release_barrier(Barrier& barrier) {
-    barrier.result = barrier.predicates;
-    for (Fiber* fiber = barrier.waiting; fiber != nullptr; fiber = fiber->next) {
-        fiber->barrier_result = barrier.predicates;
-        wake(fiber);
-    }
-    barrier.waiting = nullptr;
-    barrier.expected = barrier.arrived = barrier.predicates = 0;
+    for (Fiber* fiber = barrier.waiting; fiber != nullptr; fiber = fiber->next) fiber->barrier_result = barrier.predicates;
+    wake_list(barrier.waiting);
+    barrier = {};
+}
+
+void advance_cluster_barrier() {
+    if (cluster_barrier.arrived == 0 || cluster_barrier.arrived < cluster_live()) return;
+    cluster_barrier.arrived = 0;
+    cluster_barrier.generation++;
+    wake_list(cluster_barrier.waiting);
 }
 
 void exit_fiber() {
     Fiber* fiber = current_fiber();
+    BlockState* block = block_of(fiber);
     Warp* warp = fiber->warp;
     for (int i = 0; i < warp->meetings; i++)
         if (warp->meeting[i].mask >> fiber->lane & 1)
             fail("returns while lanes %08x of its warp wait for it at %s (mask %08x)", warp->meeting[i].arrived,
                  name_of(warp->meeting[i].kind), warp->meeting[i].mask);
-    check_exit(fiber);
+    check_copies_of(fiber);
+    check_wgmma_of(fiber);
     warp->exited |= 1u << fiber->lane;
     fiber->exited = true;
-    num_live--;
-    if (num_live == 0) {
-        context_switch(&fiber->context, &main_context);
-        __builtin_unreachable();
-    }
-    Barrier& barrier = barriers[0];  // those at __syncthreads no longer wait for this one
-    if (barrier.waiting != nullptr && barrier.expected == 0 && barrier.arrived == num_live) release_barrier(barrier);
+    block->num_live--;
+    if (cluster_live() == 0) leave_fibers();
+    // Those at __syncthreads and at the cluster's barrier no longer wait for this one.
+    Barrier& barrier = block->barriers[0];
+    if (barrier.waiting != nullptr && barrier.expected == 0 && barrier.arrived == block->num_live) release_barrier(barrier);
+    advance_cluster_barrier();
     switch_away(fiber);
     __builtin_unreachable();
 }
@@ -181,118 +98,72 @@ void fiber_entry() {
     exit_fiber();
 }
 
-// ---- shared memory
-
-int find_static(dl_phdr_info* info, size_t, void*) {
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        const ElfW(Phdr)& segment = info->dlpi_phdr[i];
-        uintptr_t self = (uintptr_t)&find_static, base = info->dlpi_addr + segment.p_vaddr;
-        if (segment.p_type != PT_LOAD || self < base || self >= base + segment.p_memsz) continue;
-        for (int j = 0; j < info->dlpi_phnum; j++)
-            if (info->dlpi_phdr[j].p_type == PT_TLS) static_bytes = (uint32_t)info->dlpi_phdr[j].p_memsz;
-        shared_static = (uint8_t*)info->dlpi_tls_data;
-        return 1;
-    }
-    return 0;
+void prepare_fiber(BlockState& block, uint32_t linear) {
+    Fiber& fiber = block.fibers[linear];
+    fiber.index = {linear % block.size.x, linear / block.size.x % block.size.y, linear / block.size.x / block.size.y};
+    fiber.linear = linear;
+    fiber.lane = linear % 32;
+    fiber.warp = &block.warps[linear / 32];
+    fiber.warp->lanes |= 1u << fiber.lane;
+    fiber.block = &block;
+    fiber.wait = WAIT_NONE;
+    fiber.exited = false;
+    fiber.loads.count = fiber.loads.groups = fiber.stores.count = fiber.stores.groups = fiber.wgmma_groups = 0;
+    fiber.cluster_arrivals = 0;
+    // Stacks lie one stride apart: without a shift all their tops would share a few sets of the cache.
+    context_prepare(&fiber.context, fiber.stack, STACK_BYTES - (linear * 832) % 16384, fiber_entry);
 }
 
-void poison_shared() {
-    memset(shared_static, POISON, static_bytes);
-    memset(shared_dynamic, POISON, launch.shared_bytes);
-}
-
-// ---- the OS side
-
-void handle_fault(int signal_number, siginfo_t* info, void*) {
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, signal_number);
-    sigprocmask(SIG_UNBLOCK, &set, nullptr);
-    uintptr_t address = (uintptr_t)info->si_addr;
-    uintptr_t stacks = (uintptr_t)fibers[0].stack;
-    uintptr_t end = (uintptr_t)shared_dynamic + ((launch.shared_bytes + 1023) & ~1023u);
-    if (address >= end && address < end + 4096)
-        fail("access past the end of dynamic shared memory: byte %zu of %u", address - (uintptr_t)shared_dynamic, launch.shared_bytes);
-    if (address >= stacks - 4096 && address < stacks + MAX_THREADS * STACK_STRIDE)
-        fail("stack overflow: more than %zu bytes of local variables", STACK_BYTES);
-    fail("illegal memory access at 0x%zx (signal %d)", address, signal_number);
-}
-
-void allocate() {
-    if (fibers != nullptr) return;
-    fibers = (Fiber*)calloc(MAX_THREADS, sizeof(Fiber));
-    ready = (uint16_t*)calloc(MAX_THREADS, sizeof(uint16_t));
-    uint8_t* stacks = (uint8_t*)mmap(nullptr, MAX_THREADS * STACK_STRIDE, PROT_READ | PROT_WRITE,
-                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    shared_region = (uint8_t*)mmap(nullptr, (256 << 10) + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (stacks == MAP_FAILED || shared_region == MAP_FAILED) abort();
-    for (uint32_t i = 0; i < MAX_THREADS; i++) {
-        mprotect(stacks + i * STACK_STRIDE, 4096, PROT_NONE);
-        fibers[i].stack = stacks + i * STACK_STRIDE + 4096;
-    }
-    mprotect(shared_region + (256 << 10), 4096, PROT_NONE);
-}
-
-void prepare_block(uint32_t linear) {
+void prepare_block(uint32_t rank, uint32_t linear) {
+    BlockState& block = blocks[rank];
+    block.size = {launch.block[0], launch.block[1], launch.block[2]};
+    block.grid = {launch.grid[0], launch.grid[1], launch.grid[2]};
     block.linear = linear;
     block.sm = linear % launch.num_multiprocessors;
     block.index = {linear % block.grid.x, linear / block.grid.x % block.grid.y, linear / block.grid.x / block.grid.y};
-    memset(warps, 0, sizeof warps);
-    memset(barriers, 0, sizeof barriers);
-    ready_head = ready_count = 0;
-    num_live = num_threads;
-    reset_asynchronous();
-    poison_shared();
-    for (uint32_t i = 0; i < num_threads; i++) {
-        Fiber& fiber = fibers[i];
-        fiber.index = {i % block.size.x, i / block.size.x % block.size.y, i / block.size.x / block.size.y};
-        fiber.linear = i;
-        fiber.lane = i % 32;
-        fiber.warp = &warps[i / 32];
-        fiber.warp->lanes |= 1u << fiber.lane;
-        fiber.wait = WAIT_NONE;
-        fiber.exited = false;
-        fiber.num_copies = fiber.copy_groups = fiber.wgmma_groups = 0;
-        // Stacks lie one stride apart: without a shift all their tops would share a few sets of the cache.
-        context_prepare(&fiber.context, fiber.stack, STACK_BYTES - (i * 832) % 16384, fiber_entry);
-    }
-    for (uint32_t i = 0; i < num_threads; i++) wake(&fibers[launch.order == ORDER_REVERSE ? num_threads - 1 - i : i]);
+    block.cluster_rank = rank;
+    block.cluster_size = launch.cluster;
+    block.num_live = num_threads;
+    memset(block.warps, 0, sizeof block.warps);
+    memset(block.barriers, 0, sizeof block.barriers);
+    for (uint32_t i = 0; i < num_threads; i++) prepare_fiber(block, i);
 }
 
-void run_block(uint32_t linear) {
-    prepare_block(linear);
+void run_cluster(uint32_t index) {
+    ready_head = ready_count = 0;
+    cluster_barrier = {};
+    reset_copies();
+    reset_tensor_cores();
+    poison_shared();
+    for (uint32_t rank = 0; rank < launch.cluster; rank++) prepare_block(rank, index * launch.cluster + rank);
+    uint32_t total = launch.cluster * num_threads;
+    for (uint32_t i = 0; i < total; i++) {
+        uint32_t place = launch.order == ORDER_REVERSE ? total - 1 - i : i;
+        wake(&blocks[place / num_threads].fibers[place % num_threads]);
+    }
     Fiber* first = next_ready();
+    load_statics(block_of(first));
     current = first;
     context_switch(&main_context, &first->context);
-    if (failed) return;
-    // What must hold at the end of a block is reported through the same way out as errors of fibers.
-    const char* trouble = asynchronous_trouble();
-    if (trouble != nullptr) {
-        failed = true;
-        snprintf(message, sizeof message, "block (%u, %u, %u): %s", block.index.x, block.index.y, block.index.z, trouble);
-        return;
-    }
-    uint32_t rounded = (launch.shared_bytes + 1023) & ~1023u;
-    for (uint32_t i = launch.shared_bytes; i < rounded; i++)
-        if (shared_dynamic[i] != CANARY) {
-            failed = true;
-            snprintf(message, sizeof message, "block (%u, %u, %u): wrote past the end of dynamic shared memory: byte %u of %u",
-                     block.index.x, block.index.y, block.index.z, i, launch.shared_bytes);
-            return;
-        }
+    const char* trouble = failed ? nullptr : copies_trouble();
+    if (trouble == nullptr && !failed) trouble = memory_trouble();
+    if (trouble == nullptr) return;
+    failed = true;
+    const uint3& at = blocks[0].index;
+    snprintf(message, sizeof message, "block (%u, %u, %u): %s", at.x, at.y, at.z, trouble);
 }
 
 void run_grid() {
-    uint32_t blocks = block.grid.x * block.grid.y * block.grid.z;
-    uint32_t* order = (uint32_t*)malloc(blocks * sizeof(uint32_t));
-    for (uint32_t i = 0; i < blocks; i++) order[i] = launch.order == ORDER_REVERSE ? blocks - 1 - i : i;
+    uint32_t clusters = launch.grid[0] * launch.grid[1] * launch.grid[2] / launch.cluster;
+    uint32_t* order = (uint32_t*)malloc(clusters * sizeof(uint32_t));
+    for (uint32_t i = 0; i < clusters; i++) order[i] = launch.order == ORDER_REVERSE ? clusters - 1 - i : i;
     if (launch.order == ORDER_SHUFFLED)
-        for (uint32_t i = blocks; i > 1; i--) {
+        for (uint32_t i = clusters; i > 1; i--) {
             uint32_t other = random_below(i), kept = order[other];
             order[other] = order[i - 1];
             order[i - 1] = kept;
         }
-    for (uint32_t i = 0; i < blocks && !failed; i++) run_block(order[i]);
+    for (uint32_t i = 0; i < clusters && !failed; i++) run_cluster(order[i]);
     free(order);
 }
 
@@ -305,21 +176,25 @@ uint32_t random_below(uint32_t limit) {  // xorshift64*, Vigna 2016
     return (uint32_t)((uint64_t)(uint32_t)(random_state * 0x2545F4914F6CDD1Dull >> 32) * limit >> 32);
 }
 
-void fail(const char* format, ...) {
-    static char text[4096];
-    const uint3 &b = block.index, &t = current->index;
-    int used = snprintf(text, sizeof text, "block (%u, %u, %u), thread (%u, %u, %u): ", b.x, b.y, b.z, t.x, t.y, t.z);
-    va_list list;
-    va_start(list, format);
-    vsnprintf(text + used, sizeof text - used, format, list);
-    va_end(list);
-    leave(text);
+bool happens_now() {
+    return launch.delivery == DELIVER_EARLY || (launch.delivery == DELIVER_RANDOM && random_below(2));
+}
+
+uint32_t cluster_live() {
+    uint32_t live = 0;
+    for (uint32_t rank = 0; rank < launch.cluster; rank++) live += blocks[rank].num_live;
+    return live;
+}
+
+void leave_fibers() {
+    Context lost;
+    context_switch(&lost, &main_context);
 }
 
 void wake(Fiber* fiber) {
     fiber->wait = WAIT_NONE;
     idle_yields = 0;
-    ready[(ready_head + ready_count++) & (MAX_THREADS - 1)] = (uint16_t)fiber->linear;
+    ready[(ready_head + ready_count++) & (RING - 1)] = (uint16_t)number_of(fiber);
 }
 
 void wait_here(Wait kind, const char* file, int line) {
@@ -332,7 +207,7 @@ void wait_here(Wait kind, const char* file, int line) {
 
 void yield() {
     uint32_t idle = idle_yields + 1;
-    if (idle > 20000000) fail("spins: 20 million yields and no thread came out of a wait");
+    if (idle > 20000000) fail("spins: 20 million times round and no thread came out of a wait");
     if (idle % 1024 == 0) deliver_one();
     wake(current_fiber());
     idle_yields = idle;
@@ -363,28 +238,29 @@ void warp_release(uint32_t mask) {
     for (uint32_t rest = mask & ~(1u << current->lane); rest != 0; rest &= rest - 1) wake(first + __builtin_ctz(rest));
 }
 
-static void barrier_arrive(int id, int threads) {
+static Barrier& barrier_arrive(int id, int threads) {
     if (id < 0 || id > 15) fail("barrier %d: a block has barriers 0 to 15", id);
-    if (threads % 32 || threads < 0 || threads > (int)num_threads) fail("barrier %d among %d threads of a block of %u: must be a multiple of 32", id, threads, num_threads);
-    Barrier& barrier = barriers[id];
+    if (threads % 32 || threads < 0 || threads > (int)num_threads)
+        fail("barrier %d among %d threads of a block of %u: must be a multiple of 32", id, threads, num_threads);
+    Barrier& barrier = current_block()->barriers[id];
     if (barrier.arrived && barrier.expected != (uint32_t)threads)
         fail("barrier %d among %d threads, while others wait at it among %u", id, threads, barrier.expected);
     barrier.expected = (uint32_t)threads;
     barrier.arrived++;
+    return barrier;
 }
 
 uint32_t barrier_sync(int id, int threads, bool predicate, const char* file, int line) {
-    barrier_arrive(id, threads);
-    Barrier& barrier = barriers[id];
+    Barrier& barrier = barrier_arrive(id, threads);
     barrier.predicates += predicate;
-    Fiber* fiber = current_fiber();
-    fiber->barrier = id;
-    fiber->barrier_threads = threads;
-    if (barrier.arrived == (threads ? (uint32_t)threads : num_live)) {
+    if (barrier.arrived == (threads ? (uint32_t)threads : current_block()->num_live)) {
         uint32_t result = barrier.predicates;
         release_barrier(barrier);
         return result;
     }
+    Fiber* fiber = current_fiber();
+    fiber->barrier = id;
+    fiber->barrier_threads = threads;
     fiber->next = barrier.waiting;
     barrier.waiting = fiber;
     wait_here(WAIT_BARRIER, file, line);
@@ -392,26 +268,26 @@ uint32_t barrier_sync(int id, int threads, bool predicate, const char* file, int
 }
 
 void barrier_arrive_only(int id, int threads) {
-    if (threads == 0) fail("barrier arrive without a number of threads");
-    barrier_arrive(id, threads);
-    if (barriers[id].arrived == (uint32_t)threads) release_barrier(barriers[id]);
+    if (threads == 0) fail("barrier %d: an arrival without the number of threads", id);
+    Barrier& barrier = barrier_arrive(id, threads);
+    if (barrier.arrived == (uint32_t)threads) release_barrier(barrier);
 }
 
-uint8_t* dynamic_shared() { return shared_dynamic; }
-
-uint32_t shared_address(const void* pointer) {
-    const uint8_t* p = (const uint8_t*)pointer;
-    if (p >= shared_dynamic && p <= shared_dynamic + launch.shared_bytes) return (uint32_t)(p - shared_dynamic) + static_rounded;
-    if (p >= shared_static && p <= shared_static + static_bytes) return (uint32_t)(p - shared_static);
-    fail("%p is not an address in shared memory", pointer);
+// A thread's n-th wait is for the end of the barrier's n-th phase.
+void cluster_arrive() {
+    Fiber* fiber = current_fiber();
+    if (fiber->cluster_arrivals++ != cluster_barrier.generation) fail("cluster_arrive without the cluster_wait of the one before");
+    cluster_barrier.arrived++;
+    advance_cluster_barrier();
 }
 
-uint8_t* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignment) {
-    if (address % alignment) fail("shared address %u is not aligned to %u bytes", address, alignment);
-    if ((uint64_t)address + bytes <= static_bytes) return shared_static + address;
-    if (address < static_rounded || (uint64_t)address + bytes > (uint64_t)static_rounded + launch.shared_bytes)
-        fail("%u bytes at shared address %u are outside the block's shared memory (static %u, dynamic %u bytes)", bytes, address, static_bytes, launch.shared_bytes);
-    return shared_dynamic + (address - static_rounded);
+void cluster_wait(const char* file, int line) {
+    Fiber* fiber = current_fiber();
+    if (fiber->cluster_arrivals == cluster_barrier.generation) return;
+    if (fiber->cluster_arrivals != cluster_barrier.generation + 1) fail("cluster_wait without cluster_arrive");
+    fiber->next = cluster_barrier.waiting;
+    cluster_barrier.waiting = fiber;
+    wait_here(WAIT_CLUSTER, file, line);
 }
 
 }  // namespace emulator
@@ -423,38 +299,22 @@ extern "C" __attribute__((visibility("default"))) const char* emulator_message()
 // Runs all blocks of a launch. 0, or 1 and emulator_message says what went wrong.
 extern "C" __attribute__((visibility("default"))) int emulator_run(const Launch* request) {
     launch = *request;
-    allocate();
-    (void)static_anchor_storage();
-    dl_iterate_phdr(find_static, nullptr);
-    static_rounded = (static_bytes + 1023) & ~1023u;
-    block.grid = {launch.grid[0], launch.grid[1], launch.grid[2]};
-    block.size = {launch.block[0], launch.block[1], launch.block[2]};
-    num_threads = block.size.x * block.size.y * block.size.z;
+    num_threads = launch.block[0] * launch.block[1] * launch.block[2];
     random_state = launch.seed * 0x9E3779B97F4A7C15ull + 0x1234567;
     failed = false;
     message[0] = 0;
-    if (num_threads == 0 || num_threads > MAX_THREADS || static_rounded + launch.shared_bytes > SHARED_LIMIT) {
-        snprintf(message, sizeof message, "a block of %u threads, %u bytes of static and %u of dynamic shared memory: limits are %u threads and %u bytes",
-                 num_threads, static_bytes, launch.shared_bytes, MAX_THREADS, SHARED_LIMIT);
+    if (num_threads == 0 || num_threads > MAX_THREADS || launch.shared_bytes > SHARED_LIMIT || launch.cluster == 0 || launch.cluster > MAX_CLUSTER) {
+        snprintf(message, sizeof message, "%u threads, %u bytes of dynamic shared memory, cluster of %u: at most %u, %u and %u",
+                 num_threads, launch.shared_bytes, launch.cluster, MAX_THREADS, SHARED_LIMIT, MAX_CLUSTER);
         return 1;
     }
-    uint32_t rounded = (launch.shared_bytes + 1023) & ~1023u;
-    shared_dynamic = shared_region + (256 << 10) - rounded;
-    memset(shared_dynamic + launch.shared_bytes, CANARY, rounded - launch.shared_bytes);
-
-    static uint8_t* signal_stack = (uint8_t*)malloc(64 << 10);
-    stack_t own = {}, old;
-    own.ss_sp = signal_stack;
-    own.ss_size = 64 << 10;
-    sigaltstack(&own, &old);
-    struct sigaction action = {}, old_segv, old_bus;
-    action.sa_sigaction = handle_fault;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(SIGSEGV, &action, &old_segv);
-    sigaction(SIGBUS, &action, &old_bus);
+    prepare_memory();
+    if (static_shared_bytes() + launch.shared_bytes > SHARED_LIMIT) {
+        snprintf(message, sizeof message, "%u bytes of static and %u of dynamic shared memory: more than %u", static_shared_bytes(), launch.shared_bytes, SHARED_LIMIT);
+        return 1;
+    }
+    catch_faults(true);
     run_grid();
-    sigaction(SIGSEGV, &old_segv, nullptr);
-    sigaction(SIGBUS, &old_bus, nullptr);
-    sigaltstack(&old, nullptr);
+    catch_faults(false);
     return failed;
 }
