@@ -101,7 +101,7 @@ def qkv_post(
 
 def step_prepare(
     upload: int, token_ids: int, positions: int, slots: int, block_tables: int, tiles: int, logits_rows: int,
-    logits_slots: int, logits_generated: int, logits_targets: int, page_prefix: int, last_token: int,
+    descriptors: int, page_prefix: int, last_token: int,
     *,
     num_rows: int, decode_rows: int, num_logits_rows: int, max_slots: int, table_width: int, num_pages: int,
     vocab_size: int, window: int = 0,
@@ -116,8 +116,8 @@ def step_prepare(
         block=(1024 if num_rows > 256 else 256, 1, 1),
         arguments=(
             CommonArgument(Op.PREPARE), address(upload), address(token_ids), address(positions), address(slots),
-            address(block_tables), address(tiles), address(logits_rows), address(logits_slots),
-            address(logits_generated), address(logits_targets), address(page_prefix), address(last_token),
+            address(block_tables), address(tiles), address(logits_rows), address(descriptors), address(page_prefix),
+            address(last_token),
             _i32(num_rows), _i32(decode_rows), _i32(num_logits_rows), _i32(max_slots), _i32(table_width),
             _i32(num_pages), _i32(window), _i32(vocab_size),
         ),

@@ -17,8 +17,7 @@ namespace {
 
 struct Arrays {  // the kernel's parameters, for the functions below
     const int32_t* upload;
-    int32_t *token_ids, *positions, *slots, *block_tables, *tiles, *logits_rows, *logits_slots, *logits_generated,
-        *logits_targets, *page_prefix;
+    int32_t *token_ids, *positions, *slots, *block_tables, *tiles, *logits_rows, *descriptors, *page_prefix;
     const int32_t* last_token;
     int num_rows, decode_rows, num_logits_rows, max_slots, table_width, dummy_page, vocab, window;
 };
@@ -121,19 +120,24 @@ __device__ void prefill_item(const Common& common, const Arrays& a, int4 item, i
     }
 }
 
+// The row of x that logits row r is made of, and what the sampler does with it (sampler_state.cuh:RowDescriptor).
 __device__ void logits_row(const Common& common, const Arrays& a, int r, int num_logits, int logits_at) {
-    int4 wanted = make_int4(min(r, a.num_rows - 1), a.max_slots, 0, -1);  // padding
+    int4 wanted = make_int4(min(r, a.num_rows - 1), a.max_slots, 0, -1);
+    int mode = 0;  // padding
     if (r < num_logits) {
         int4 given = record(a.upload, logits_at, r);
         if (given.x < 0 || given.x >= a.num_rows || given.y < 0 || given.y > a.max_slots)
             report_error(common, ERROR_PAGE_RANGE, -1, a.max_slots, given.x, given.y);
         else
-            wanted = given;
+            wanted = given, mode = given.w < 0 ? 1 : 2;  // ROW_SAMPLE, ROW_SCORE
     }
     a.logits_rows[r] = wanted.x;
-    a.logits_slots[r] = wanted.y;
-    a.logits_generated[r] = wanted.z;
-    a.logits_targets[r] = wanted.w;
+    int32_t* descriptor = a.descriptors + 5 * r;
+    descriptor[0] = wanted.y;
+    descriptor[1] = wanted.z;
+    descriptor[2] = mode;
+    descriptor[3] = wanted.w;
+    descriptor[4] = a.positions[wanted.x] + 1;
 }
 
 }  // namespace
@@ -141,15 +145,14 @@ __device__ void logits_row(const Common& common, const Arrays& a, int r, int num
 // Shapes and meaning: engine/cuda/step_state.py. `vocab`: token ids are 0..vocab-1. `window`: 0 = none.
 extern "C" __global__ void __launch_bounds__(1024)
 step_prepare(const Common common, const int32_t* upload, int32_t* token_ids, int32_t* positions, int32_t* slots,
-             int32_t* block_tables, int32_t* tiles, int32_t* logits_rows, int32_t* logits_slots,
-             int32_t* logits_generated, int32_t* logits_targets, int32_t* page_prefix, const int32_t* last_token,
+             int32_t* block_tables, int32_t* tiles, int32_t* logits_rows, int32_t* descriptors, int32_t* page_prefix,
+             const int32_t* last_token,
              int num_rows, int decode_rows, int num_logits_rows, int max_slots, int table_width, int dummy_page,
              int window, int vocab) {
     begin_kernel(common);
     ptx::wait_for_previous();
-    const Arrays a = {upload, token_ids, positions, slots, block_tables, tiles, logits_rows, logits_slots,
-                      logits_generated, logits_targets, page_prefix, last_token, num_rows, decode_rows,
-                      num_logits_rows, max_slots, table_width, dummy_page, vocab, window};
+    const Arrays a = {upload, token_ids, positions, slots, block_tables, tiles, logits_rows, descriptors, page_prefix,
+                      last_token, num_rows, decode_rows, num_logits_rows, max_slots, table_width, dummy_page, vocab, window};
     int thread = threadIdx.x, threads = blockDim.x, lane = thread & 31, warp = thread >> 5, warps = threads >> 5;
     int4 counts = record(upload, 0, 0), counts2 = record(upload, 0, 1), at = record(upload, 0, 2), at2 = record(upload, 0, 3);
     int num_decode = min(counts.z, a.decode_rows), num_items = counts.w, num_tiles = counts2.y, num_logits = counts2.z;
@@ -161,6 +164,7 @@ step_prepare(const Common common, const int32_t* upload, int32_t* token_ids, int
     for (int i = warp; i < num_runs; i += warps) apply_run(common, a, record(upload, at2.y, i), pages_at, lane);
     for (int i = warp; i < num_items; i += warps) prefill_item(common, a, record(upload, at.y, i), at.z, lane);
     for (int i = thread; i < 2 * num_tiles; i += threads) tiles[i] = upload[at.w + i];
-    for (int r = thread; r < num_logits_rows; r += threads) logits_row(common, a, r, num_logits, at2.x);
     prepare_decode_rows(common, a, num_decode, at.x);
+    __syncthreads();  // all positions are written
+    for (int r = thread; r < num_logits_rows; r += threads) logits_row(common, a, r, num_logits, at2.x);
 }

@@ -83,6 +83,13 @@ def roped_bits(x: Array, cos: Array, sin: Array) -> npt.NDArray[np.float32]:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def to_midpoints(rng: np.random.Generator, factors: Array) -> npt.NDArray[np.float32]:
+    """Numbers whose float32 products with `factors` lie within an ulp of the middle between two bf16 numbers: if a
+    kernel's float32 result is off by the last bit, its bf16 rounding then differs every other time."""
+    middles = (rng.integers(0x3F00, 0x4100, factors.shape, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+    return np.where(np.abs(factors) > 1e-20, middles / np.where(factors == 0, 1, factors), 1).astype(np.float32)
+
+
 def assert_near(bits: Array, exact: Array, scale: Array | None = None) -> None:
     """bf16 results against float64: one rounding to bf16, and float32 slack on the size of the terms (`scale`)."""
     terms = np.abs(exact) if scale is None else scale
@@ -107,11 +114,12 @@ def check_rmsnorm(
     device: Device, num_rows: int, hidden: int, *, gather: bool = False, threads: int | None = None, seed: int = 0
 ) -> None:
     rng = np.random.default_rng((seed, num_rows, hidden))
-    x, weight, eps = some_floats(rng, num_rows + 3, hidden), some_floats(rng, hidden, spread=0.5), 1e-5
+    x, eps = some_floats(rng, num_rows + 3, hidden), 1e-5
     ld_out = layout.padded_columns(hidden) + 64
     rows_of_x = (
         rng.integers(0, num_rows + 3, num_rows).astype(np.int32) if gather else np.arange(num_rows, dtype=np.int32)
     )
+    weight = to_midpoints(rng, normed_bits(x[rows_of_x[0]], np.ones(hidden, np.float32), eps))
     x_d, weight_d, out_d, rows_d = (device.put(a) for a in (x, weight, poisoned(num_rows, ld_out), rows_of_x))
     launch = rows.rmsnorm(
         x_d.address, weight_d.address, out_d.address, num_rows=num_rows, hidden=hidden, ld_out=ld_out, eps=eps,
@@ -184,6 +192,8 @@ class QkvCase:
     warps: int | None = None
     seed: int = 0
 
+    sharp: bool = False  # inputs that show a wrong last bit of float32 in the bf16 results
+
     num_pages = 6
     max_position = 1000  # of the tables; no position of a case is beyond 895
     eps = 1e-6
@@ -194,9 +204,9 @@ class QkvCase:
         self.padded = layout.padded_head_dim(self.head_dim)
         self.qkv = some_floats(rng, self.num_rows, heads * self.head_dim)
         self.bias_row = some_floats(rng, heads * self.head_dim) if self.bias else None
-        self.norms = [some_floats(rng, self.head_dim, spread=0.5) for _ in "qk"] if self.norm else None
         angles = rng.uniform(-4, 4, (self.max_position, self.head_dim // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.norms = self._make_norms() if self.norm else None
         # One slot a row, a table of 8 entries; the place in the pool of every row is its own.
         self.table_width = 8
         self.slots = rng.permutation(self.num_rows).astype(np.int32)
@@ -205,6 +215,31 @@ class QkvCase:
         self.positions = (blocks * PAGE_TOKENS + places % PAGE_TOKENS).astype(np.int32)
         self.tables = np.full((self.num_rows + 1, self.table_width), self.num_pages, np.int32)
         self.tables[self.slots, self.positions // PAGE_TOKENS] = places // PAGE_TOKENS
+        if self.sharp and not self.norm:
+            self._sharpen_rope()
+
+    def _heads(self) -> Array:
+        """(T, heads, D) after the bias."""
+        x = self.qkv if self.bias_row is None else self.qkv + self.bias_row
+        return x.reshape(self.num_rows, -1, self.head_dim)
+
+    def _make_norms(self) -> list[Array]:
+        """q_norm and k_norm. A sharp case has no rotation, and middles for the first q and k head of row 0."""
+        if not self.sharp:
+            return [some_floats(self.rng, self.head_dim, spread=0.5) for _ in "qk"]
+        self.cos[:], self.sin[:] = 1, 0
+        ones = np.ones(self.head_dim, np.float32)
+        return [to_midpoints(self.rng, normed_bits(self._heads()[0, h], ones, self.eps)) for h in (0, self.num_heads)]
+
+    def _sharpen_rope(self) -> None:
+        """First halves of q and k such that first cos - second sin is in the middle of two bf16 numbers."""
+        x = self.qkv.reshape(self.num_rows, -1, self.head_dim)
+        half, position = self.head_dim // 2, self.positions
+        cos, sin = (table[position][:, None].astype(np.float64) for table in (self.cos, self.sin))
+        middles = (self.rng.integers(0x3F00, 0x4100, x[..., :half].shape, dtype=np.uint32) << 16 | 0x8000).view(
+            np.float32
+        )
+        x[..., :half] = (middles + x[..., half:] * sin) / np.where(np.abs(cos) < 0.01, 1, cos)
 
     def run(self, device: Device) -> None:
         """Fills q (T, Hq, Dp), k and v (num_pages + 1, Hkv, 128, Dp), all bf16 bits."""
@@ -240,18 +275,16 @@ class QkvCase:
 
     def bits(self) -> tuple[Array, Array, Array]:
         """q, k, v rows (T, heads, D) as the kernel must round them."""
-        x = self.qkv if self.bias_row is None else self.qkv + self.bias_row
-        x = x.reshape(self.num_rows, -1, self.head_dim)
-        q, k, v = np.split(x, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
+        q, k, v = np.split(self._heads(), [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
         if self.norms is not None:
             q, k = (normed_bits(part, weight, self.eps) for part, weight in zip((q, k), self.norms))
         cos, sin = self.cos[self.positions], self.sin[self.positions]
         return to_bf16(roped_bits(q, cos, sin)), to_bf16(roped_bits(k, cos, sin)), to_bf16(v)
 
-    def page_rows(self, pages: Array) -> Array:
-        """(T, Hkv, Dp): where each token's row must be."""
-        page = self.tables[self.slots, self.positions // PAGE_TOKENS]
-        return pages[page, :, self.positions % PAGE_TOKENS]
+    def place(self, first: int = 0) -> tuple[Array, slice, Array]:
+        """Index into pages (P, Hkv, 128, Dp) that gives the rows of tokens first, first + 1 ..."""
+        slots, positions = self.slots[first:], self.positions[first:]
+        return self.tables[slots, positions // PAGE_TOKENS], slice(None), positions % PAGE_TOKENS
 
     def check_reference(self) -> None:
         """Against float64."""
@@ -263,8 +296,8 @@ class QkvCase:
         )  # fmt: skip
         for got, exact in (
             (self.q, q),
-            (self.page_rows(self.k), self.page_rows(k_pages)),
-            (self.page_rows(self.v), self.page_rows(v_pages)),
+            (self.k[self.place()], k_pages[self.place()]),
+            (self.v[self.place()], v_pages[self.place()]),
         ):
             partner = np.abs(np.roll(exact, self.head_dim // 2, axis=-1))  # rope mixes both halves of a pair
             assert_near(got[..., : self.head_dim], exact, np.abs(exact) + partner)
@@ -273,27 +306,27 @@ class QkvCase:
 def check_qkv_post(device: Device, case: QkvCase) -> None:
     case.run(device)
     assert device.take_errors() == []
-    for got, wanted in zip((case.q, case.page_rows(case.k), case.page_rows(case.v)), case.bits()):
+    for got, wanted in zip((case.q, case.k[case.place()], case.v[case.place()]), case.bits()):
         assert np.array_equal(got[..., : case.head_dim], wanted)
         assert np.all(got[..., case.head_dim :] == 0)
     case.check_reference()
     for pages in (case.k, case.v):  # nothing else was written
-        page = case.tables[case.slots, case.positions // PAGE_TOKENS]
-        pages[page, :, case.positions % PAGE_TOKENS] = POISON
+        pages[case.place()] = POISON
         assert np.all(pages == POISON)
 
 
-def check_qkv_post_reports(device: Device, max_position: int) -> None:
+def check_qkv_post_reports(device: Device, max_position: int, head_dim: int) -> None:
     """Bad positions and pages write nothing; NaN and Inf are written, and reported with their head and element."""
-    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=16)
+    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     case.max_position = max_position
     first_bad = min(max_position, case.table_width * PAGE_TOKENS)
     case.tables[case.slots[0]] = case.num_pages  # the dummy page is not for this slot
     case.tables[case.slots[1]] = -1
     case.tables[case.slots[2]] = case.num_pages + 1
     case.positions[3], case.positions[4] = -1, first_bad
-    case.qkv[5, 1 * 16 + 5] = np.nan  # head 1; rope spreads it to element 13
-    case.qkv[6, 3 * 16 + 15] = np.inf  # v of KV head 0: head 3
+    half = head_dim // 2
+    case.qkv[5, head_dim + half + 5 : 2 * head_dim] = np.nan  # head 1; rope spreads them to the first half
+    case.qkv[6, -2:] = np.inf  # v of KV head 0: head 3
     case.run(device)
     heads = range(4)
     wanted = {(int(case.slots[0]), PAGE_RANGE, head, case.num_pages) for head in heads}
@@ -301,18 +334,20 @@ def check_qkv_post_reports(device: Device, max_position: int) -> None:
     wanted |= {(int(case.slots[2]), PAGE_RANGE, head, case.num_pages + 1) for head in heads}
     wanted |= {(int(case.slots[3]), POSITION_RANGE, head, -1) for head in heads}
     wanted |= {(int(case.slots[4]), POSITION_RANGE, head, first_bad) for head in heads}
-    wanted |= {(int(case.slots[5]), NONFINITE, 1, 16 + 5), (int(case.slots[6]), NONFINITE, 3, 48 + 15)}
+    wanted |= {(int(case.slots[5]), NONFINITE, 1, head_dim + 5), (int(case.slots[6]), NONFINITE, 3, 4 * head_dim - 2)}
     errors = device.take_errors()
     assert {(e["slot"], e["code"], e["head"], e["value"]) for e in errors} == wanted
     assert {(e["op"], e["layer"]) for e in errors} == {(4, 7)}
     position_of = {int(slot): int(position) for slot, position in zip(case.slots, case.positions)}
     assert all(e["position"] == position_of[e["slot"]] for e in errors)
     assert np.all(case.q[:5] == POISON)
-    written = case.page_rows(case.k)[5:]
-    case.k[case.tables[case.slots[5:], case.positions[5:] // PAGE_TOKENS], :, case.positions[5:] % PAGE_TOKENS] = POISON
-    assert np.all(case.k == POISON) and not np.any(written == POISON)
-    assert np.isnan(from_bf16(case.q[5, 1])[[5, 13]]).all()
-    assert np.isinf(from_bf16(case.page_rows(case.v)[6, 0, 15]))
+    assert np.isnan(from_bf16(case.q[5, 1])[[*range(5, half), *range(half + 5, head_dim)]]).all()
+    assert np.isinf(from_bf16(case.v[case.place(5)])[1, 0, head_dim - 2 : head_dim]).all()
+    for padding in (case.q[5:], case.k[case.place(5)], case.v[case.place(5)]):
+        assert not np.any(padding[..., head_dim:])
+    assert not np.any(case.k[case.place(5)] == POISON)
+    case.k[case.place(5)] = POISON
+    assert np.all(case.k == POISON)
 
 
 def check_qkv_post_padding_row(device: Device) -> None:

@@ -69,18 +69,20 @@ class Machine:
         self.tables = np.full((self.max_slots + 1, self.table_width), self.num_pages, np.int32)
         self.tables_d = self.device.put(self.tables)
 
-    def run(self, step: Step, last_token: list[int]) -> dict[str, Array]:
+    def run(self, step: Step, last_token: list[int], words: Array | None = None) -> dict[str, Array]:
+        """The arrays after the kernel. `words`: an upload other than step.pack()."""
+
         def empty(*shape: int) -> Array:
             return np.full(shape, POISON, np.int32)
 
         shapes = {
             "token_ids": (step.num_rows,), "positions": (step.num_rows,), "slots": (step.num_rows,),
             "tiles": (len(step.tiles) + 1, 2), "logits_rows": (step.num_logits_rows,),
-            "logits_slots": (step.num_logits_rows,), "logits_generated": (step.num_logits_rows,),
-            "logits_targets": (step.num_logits_rows,), "page_prefix": (step.decode_rows + 1,),
+            "descriptors": (step.num_logits_rows, 5), "page_prefix": (step.decode_rows + 1,),
         }  # fmt: skip
         out = {name: self.device.put(empty(*shape)) for name, shape in shapes.items()}
-        upload, last = self.device.put(step.pack()), self.device.put(np.array(last_token, np.int32))
+        upload = self.device.put(step.pack() if words is None else words)
+        last = self.device.put(np.array(last_token, np.int32))
         self.device.run(
             rows.step_prepare(
                 upload.address, **{name: buffer.address for name, buffer in out.items()},
@@ -110,10 +112,12 @@ class Machine:
             prefix.append(prefix[-1] + len({p // PAGE_TOKENS for p in visible}))
         padding = [(min(r, step.num_rows - 1), self.max_slots, 0, -1) for r in range(step.num_logits_rows)]
         logits = np.array([*step.logits, *padding[len(step.logits) :]], np.int32).reshape(-1, 4)
+        mode = np.where(logits[:, 3] < 0, 1, 2) * (np.arange(len(logits)) < len(step.logits))
+        position = table[logits[:, 0], 1] + 1
         return {
             "token_ids": table[:, 0], "positions": table[:, 1], "slots": table[:, 2],
             "tiles": np.array([*step.tiles, (POISON, POISON)], np.int32), "logits_rows": logits[:, 0],
-            "logits_slots": logits[:, 1], "logits_generated": logits[:, 2], "logits_targets": logits[:, 3],
+            "descriptors": np.stack([logits[:, 1], logits[:, 2], mode, logits[:, 3], position], axis=1),
             "page_prefix": np.array(prefix, np.int32), "block_tables": self.tables,
         }  # fmt: skip
 
@@ -126,18 +130,26 @@ class Machine:
 
 def random_step(rng: np.random.Generator, machine: Machine, *, longest_item: int) -> Step:
     """Any mix of decode rows, prefill items and padding; each slot in at most one of them."""
+
+    def some_position(last: int) -> int:
+        """Every other one next to a page's border."""
+        near_border = (
+            int(rng.integers(0, machine.table_width)) * PAGE_TOKENS + machine.window + int(rng.integers(-2, 3))
+        )
+        return min(last, max(0, near_border)) if rng.integers(0, 2) else int(rng.integers(0, last + 1))
+
     slots = rng.permutation(machine.max_slots).tolist()
     num_decode = int(rng.integers(0, machine.max_slots + 1))
     num_items = int(rng.integers(0, machine.max_slots - num_decode + 1))
     last_position = machine.table_width * PAGE_TOKENS - 1
     decode = [
-        (slot, int(rng.integers(0, last_position + 1)), int(rng.choice([-1, rng.integers(0, VOCAB)])))
+        (slot, some_position(last_position), int(rng.choice([-1, rng.integers(0, VOCAB)])))
         for slot in slots[:num_decode]
     ]
     items = []
     for slot in slots[num_decode : num_decode + num_items]:
         count = int(rng.integers(1, longest_item + 1))
-        items.append((slot, int(rng.integers(0, last_position + 2 - count)), count))
+        items.append((slot, some_position(last_position + 1 - count), count))
     num_prefill = sum(count for _, _, count in items)
     decode_rows = num_decode + int(rng.integers(0, 4))
     num_rows = max(1, decode_rows + num_prefill + int(rng.integers(0, 4)))
@@ -184,7 +196,8 @@ def check_bad_records(device: Device) -> None:
     assert got["positions"].tolist() == [last_position, 0, 0, 0, 0, last_position, 0]
     assert got["token_ids"].tolist() == [5, 0, 0, 0, 0, 8, 0]
     assert got["page_prefix"].tolist() == [0, 9, 10, 11, 12, 13]
-    assert list(zip(got["logits_rows"].tolist(), got["logits_slots"].tolist())) == [(0, 0), (1, 5), (2, 5)]
+    assert got["logits_rows"].tolist() == [0, 1, 2]
+    assert got["descriptors"].tolist() == [[0, 1, 1, -1, last_position + 1], [5, 0, 0, -1, 1], [5, 0, 0, -1, 1]]
     assert got["block_tables"][0].tolist() == [1, 40, 2] + [40] * 6  # the dummy page may be named
     assert np.all(got["block_tables"][1:] == 40)
     errors = sorted((e["slot"], e["code"], e["value"]) for e in device.take_errors())
@@ -195,3 +208,24 @@ def check_bad_records(device: Device) -> None:
             (5, POSITION_RANGE, -1), (2, PAGE_RANGE, 41), (2, PAGE_RANGE, -2),
         ]
     )  # fmt: skip
+
+
+def check_bad_item(device: Device) -> None:
+    """A prefill item whose rows are not all in the launch writes none."""
+    machine = Machine(device)
+    step = Step([(0, 1, 2)], [(1, 0, 3)], [], [], 1, 4, 0, [1, 2, 3], [])
+    for first_row, count in ((2, 3), (0, 3), (1, -1), (5, 1)):
+        words = step.pack()
+        words[words[9] + 1 : words[9] + 3] = first_row, count
+        got = machine.run(step, [0] * 6, words)
+        assert got["slots"].tolist() == [0, 5, 5, 5]
+        assert [(e["slot"], e["code"], e["value"]) for e in device.take_errors()] == [(5, PAGE_RANGE, first_row)]
+
+
+def check_many_decode_rows(device: Device, decode_rows: int) -> None:
+    """Decode rows only, every slot several times (a step never does that, but the sums do not mind)."""
+    rng = np.random.default_rng(decode_rows)
+    machine = Machine(device)
+    positions = rng.integers(0, machine.table_width * PAGE_TOKENS, decode_rows - 7).tolist()
+    decode = [(i % machine.max_slots, position, i % VOCAB) for i, position in enumerate(positions)]
+    machine.check(Step(decode, [], [], [], decode_rows, decode_rows, 3, [], []), [0] * (machine.max_slots + 1))

@@ -27,7 +27,9 @@ FLAGS = (
     *("-std=c++20", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-math-errno"),
 )
-KERNEL_FLAGS = (*FLAGS, "-O2", "-g1", "-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-psabi")
+# The sanitizers' reports go to report.cpp. Large locals must touch the guard below a fiber's stack, not leap over it.
+CHECKS = ("-fsanitize=alignment,bounds", "-fstack-clash-protection")
+KERNEL_FLAGS = (*FLAGS, *CHECKS, "-O2", "-g1", "-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-psabi")
 RUNTIME_FLAGS = (*FLAGS, "-O3", "-g1")
 # __global__ and __launch_bounds__ survive the preprocessor, for find_kernels; the compiler itself gets nothing.
 ERASED = ("-D__global__=", "-D__launch_bounds__(...)=", "-D__cluster_dims__(...)=", "-D__maxnreg__(...)=")
@@ -172,8 +174,9 @@ def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> 
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         unit = Path(folder) / f"{source.stem}.ii.cpp"
         unit.write_text(text)
-        command = [*KERNEL_FLAGS, *ERASED, export, "-shared", str(unit), "-x", "none", *map(str, objects)]
-        return _publish(library, command, source.name), names
+        compiled = Path(folder) / f"{source.stem}.o"
+        _run([*KERNEL_FLAGS, *ERASED, export, "-c", str(unit), "-o", str(compiled)], source.name)
+        return _publish(library, ["-shared", str(compiled), *map(str, objects)], source.name), names
 
 
 def _export_macro() -> str:

@@ -29,7 +29,8 @@ uint32_t static_bytes, static_rounded, dynamic_rounded;
 BlockState* loaded;
 uint8_t* regions[MAX_CLUSTER];
 uint8_t* stacks[MAX_CLUSTER];
-struct sigaction old_segv, old_bus;
+constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE};
+struct sigaction old_actions[3];
 stack_t old_stack;
 
 uint8_t touch_thread_local() {  // makes the loader allocate this library's thread-local storage
@@ -82,6 +83,7 @@ void handle_fault(int signal_number, siginfo_t* info, void*) {
     sigemptyset(&set);
     sigaddset(&set, signal_number);
     sigprocmask(SIG_UNBLOCK, &set, nullptr);
+    if (signal_number == SIGFPE) fail("integer division by zero, or its result does not fit");
     uintptr_t address = (uintptr_t)info->si_addr;
     for (uint32_t rank = 0; rank < launch.cluster; rank++) {
         uintptr_t end = (uintptr_t)regions[rank] + REGION, stack = (uintptr_t)stacks[rank];
@@ -160,8 +162,7 @@ uint8_t* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignment) {
 
 void catch_faults(bool on) {
     if (!on) {
-        sigaction(SIGSEGV, &old_segv, nullptr);
-        sigaction(SIGBUS, &old_bus, nullptr);
+        for (int i = 0; i < 3; i++) sigaction(FAULTS[i], &old_actions[i], nullptr);
         sigaltstack(&old_stack, nullptr);
         return;
     }
@@ -173,8 +174,7 @@ void catch_faults(bool on) {
     struct sigaction action = {};
     action.sa_sigaction = handle_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(SIGSEGV, &action, &old_segv);
-    sigaction(SIGBUS, &action, &old_bus);
+    for (int i = 0; i < 3; i++) sigaction(FAULTS[i], &action, &old_actions[i]);
 }
 
 }  // namespace emulator

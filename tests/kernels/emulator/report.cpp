@@ -85,3 +85,36 @@ void fail(const char* format, ...) {
 }
 
 }  // namespace emulator
+
+// ---- -fsanitize=alignment,bounds: what GCC calls; the layouts are those of its libubsan (ubsan_handlers.h)
+
+namespace {
+
+struct Site {
+    const char* file;
+    uint32_t line, column;
+};
+struct Type {
+    uint16_t kind, info;
+    char name[];
+};
+struct Mismatch {
+    Site site;
+    const Type* type;
+    uint8_t log_alignment, check;
+};
+struct OutOfBounds {
+    Site site;
+    const Type *array, *index;
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(Mismatch* what, uintptr_t pointer) {
+    emulator::fail("misaligned access: %s at %#zx, which is not aligned to %d bytes (%s:%u)", what->type->name, pointer,
+                   1 << what->log_alignment, what->site.file, what->site.line);
+}
+
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(OutOfBounds* what, uintptr_t index) {
+    emulator::fail("index %lld of an array of type %s (%s:%u)", (long long)index, what->array->name, what->site.file, what->site.line);
+}
