@@ -19,6 +19,7 @@
 // ask for (not at its start: then the next one's requests would be spent too early to bridge the gap between the two).
 //
 // Launch: kernels/gemm.py. Grid (blocks, 1, 1), teams * SPLIT * 32 threads.
+// path: hopper
 #include "gemm_core.cuh"
 
 // The tiles of this block: a contiguous run, in passes of at most `teams`; all blocks make the same number of passes.

@@ -10,6 +10,7 @@
 //   Persistent: block b takes tiles b, b + grid ... A cluster's blocks take neighbouring tiles in M of one tile in N; each
 //   copies its share of w to all of them.
 // A consumer lets go of a stage when its products have read it, so one may write its results while the other multiplies.
+// path: hopper
 #include "math.cuh"
 
 #if HAS_WGMMA || defined(APPLIANCE_EMULATE)
