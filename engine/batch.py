@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from engine.kv_cache import KVCache
     from engine.plan import ScheduledSeq, StepPlan
 
+PENDING = -1
+
 
 def build_batch(plan: StepPlan, num_logits: Callable[[ScheduledSeq], int]) -> tuple[StepBatch, dict[int, int]]:
     """Lay the scheduled tokens end to end; `num_logits` says of how many of an item's last tokens logits are wanted.
 
-    Returns the batch and, by sequence id, the index of its first logits row.
+    Returns the batch and, by sequence id, the index of its first logits row. The token id of a row whose token is
+    pending is PENDING; whoever runs the batch puts the sampled one there.
     """
     items = plan.items
     counts = np.fromiter((item.count for item in items), np.int32, len(items))
@@ -32,7 +35,8 @@ def build_batch(plan: StepPlan, num_logits: Callable[[ScheduledSeq], int]) -> tu
     first_row: dict[int, int] = {}
     for i, item in enumerate(items):
         offset = int(ends[i] - counts[i])
-        token_ids[offset : ends[i]] = item.seq.token_ids[item.start : item.start + item.count]
+        known = item.seq.token_ids[item.start : item.start + item.count]
+        token_ids[offset : ends[i]] = PENDING if item.token_pending else known
         block_tables[i, : len(item.seq.block_table)] = item.seq.block_table
         first_row[item.seq.seq_id] = len(rows)
         num_rows = num_logits(item)

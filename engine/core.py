@@ -20,7 +20,7 @@ import msgspec
 
 from engine.core_config import CoreConfig
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import DeviceLost, EngineError
 from engine.log import log_event, setup_logging
 from engine.messages import Abort, ApiMessage, Control, CoreMessage, Fatal, Generate, Loading
 from engine.ring import Ring
@@ -47,6 +47,7 @@ class CoreProcess:
         self._alive_fd = alive_fd
 
     def run(self) -> int:
+        engine: Engine | None = None
         try:
             engine = Engine.load(self.config, progress=self._report_loading)
             self._send([engine.ready])
@@ -62,19 +63,20 @@ class CoreProcess:
                 self._flush()
         except EngineError as error:
             log_event(log, logging.ERROR, "core_fatal", error.message, hint=error.hint)
-            self._last_words(Fatal(error=error.message, hint=error.hint, exit_code=error.exit_code))
+            lost = engine.abandon(error) if engine is not None and isinstance(error, DeviceLost) else []
+            self._last_words([*lost, Fatal(error=error.message, hint=error.hint, exit_code=error.exit_code)])
             return error.exit_code
         except Exception as error:  # the last line of defence: say what it was, then die, never limp on
             log_event(log, logging.ERROR, "core_fatal", "engine-core failed", exc_info=True)
-            self._last_words(Fatal(error=f"{type(error).__name__}: {error}"))
+            self._last_words([Fatal(error=f"{type(error).__name__}: {error}")])
             return 1
         engine.close()
         return 0
 
-    def _last_words(self, message: Fatal) -> None:
+    def _last_words(self, messages: list[CoreMessage]) -> None:
         """Say why before leaving, ahead of anything unsent; give a full ring a second to make room."""
         self._unsent.clear()
-        self._send([message])
+        self._send(messages)
         for _ in range(100):
             if not self._unsent:
                 break

@@ -1,35 +1,38 @@
 """The engine without processes: requests in, one `step()` at a time, messages out. engine/core.py wraps it.
 
-A step reads in call order: expire deadlines -> schedule -> build the batch -> forward -> sample -> commit -> finish.
+A step reads in call order: expire deadlines -> schedule -> launch -> collect the oldest step in flight -> commit ->
+finish. With a backend that takes two plans, step n+1 is launched before step n is collected: what step n decides (stop
+tokens, errors) and what happens meanwhile (aborts, deadlines, preemption) makes rows of step n+1 worthless, and those
+are dropped here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from engine.batch import build_batch
+from engine.backend import Backend, Failure, Pending, StepResult, StepWork, create_backend
+from engine.choice import Choice
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, context_length, plan_kv_pages, scheduler_config, usable_cpus
-from engine.errors import AdmissionError, ConfigError, EngineError, NumericError
-from engine.host_memory import available_bytes, resident_bytes
+from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
+from engine.errors import AdmissionError, ConfigError, DeviceLost, EngineError
+from engine.host_memory import resident_bytes
 from engine.jobs import Jobs
 from engine.kv_cache import KVCache
-from engine.loader import load_weights
 from engine.log import log_event
 from engine.messages import ControlReply, CoreMessage, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
-from engine.probe import Probe, checksum
-from engine.runner import MAX_THREADS, ModelRunner, kv_bytes_per_page
-from engine.sampler import SampleState, sample, token_logprobs
-from engine.scheduler import ScheduledSeq, Scheduler, StepPlan
+from engine.probe import Probe
+from engine.sampler import SampleState
+from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
-from engine.types import PAGE_TOKENS, FinishReason, Float32Array, SampleResult, TokenLogprob, Weights
+from engine.types import FinishReason, SampleResult
 
 log = logging.getLogger("appliance.engine")
 
@@ -42,60 +45,40 @@ LOCATE_TOKENS = 2048  # longest sequence that is searched
 
 
 @dataclass(slots=True)
-class Choice:
-    """One of the n answers to a request: its sequence in the scheduler and its sampler state."""
+class _InFlight:
+    """A step that was launched, or could not be: then `error` fails its plan when its turn comes."""
 
-    message: Generate
-    sequence: Sequence
-    sampling: SampleState
-    scores: list[TokenLogprob | None] | None = None  # echo: logprobs of prompt tokens that were not sent yet
-    num_scored: int = 0
-    reported: bool = False  # the first message (with cached_tokens) was sent
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-
-    @property
-    def log_id(self) -> str:
-        """The id the client knows, under which all layers log."""
-        return self.message.client_id or self.message.request_id
+    plan: StepPlan
+    choices: list[Choice]  # of plan.items
+    pending: Pending | None
+    error: Exception | None = None
 
 
 class Engine:
-    """Owner of runner, scheduler and KV cache of one model. Not thread-safe: one caller, engine-core's loop."""
+    """Owner of backend, scheduler and KV cache of one model. Not thread-safe: one caller, engine-core's loop."""
 
-    def __init__(
-        self, config: CoreConfig, model: ModelConfig, weights: Weights, *, free_bytes: int | None, load_seconds: float
-    ) -> None:
-        self.config, self.model, self.weights = config, model, weights
+    def __init__(self, config: CoreConfig, model: ModelConfig, backend: Backend, *, load_seconds: float = 0.0) -> None:
+        self.config, self.model, self.backend = with_defaults(config), model, backend
         asked = context_length(config, model.max_position)
-        num_pages = plan_kv_pages(
-            config, max_model_len=asked, bytes_per_page=kv_bytes_per_page(model), free_bytes=free_bytes
-        )
-        # One request can never have more than the whole pool; better a smaller context than requests that never fit.
-        self.max_model_len = min(asked, num_pages * PAGE_TOKENS)
+        self.max_model_len = min(asked, backend.max_model_len)
         if self.max_model_len < asked:
             note = f"the KV pool holds {self.max_model_len} tokens, so the context is that and not {asked}"
             log_event(log, logging.WARNING, "context_cut", note)
-        self.kv_cache = KVCache(num_pages)
-        self.scheduler = Scheduler(scheduler_config(config, self.max_model_len), self.kv_cache)
-        self.runner = ModelRunner(
-            model,
-            weights,
-            num_pages=num_pages,
-            num_threads=config.num_threads or min(usable_cpus(), MAX_THREADS),
-            max_batch_tokens=config.max_batch_tokens,
-            max_model_len=self.max_model_len,
-        )
+        self.kv_cache = KVCache(backend.num_pages)
+        limits = scheduler_config(self.config, self.max_model_len, plans_in_flight=backend.plans_in_flight)
+        self.scheduler = Scheduler(limits, self.kv_cache)
         self.ready = Ready(
-            kv_pages=num_pages,
+            kv_pages=backend.num_pages,
             max_model_len=self.max_model_len,
             vocab_size=model.vocab_size,
-            weights_bytes=weights.arena_bytes,
-            weights_checksum=weights.checksum,
+            weights_bytes=backend.weights_bytes,
+            weights_checksum=backend.weights_checksum,
             load_seconds=load_seconds,
-            backend=config.backend,
+            backend=backend.name,
         )
         self._choices: dict[int, Choice] = {}  # by sequence id
         self._by_request: dict[str, dict[int, int]] = {}  # request id -> choice index -> sequence id
+        self._in_flight: deque[_InFlight] = deque()
         self._next_seq_id = 1
         self._steps = 0
         self._last_step_seconds = 0.0
@@ -104,44 +87,39 @@ class Engine:
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
         self._failed_steps = 0
-        self._probe = Probe(self.runner, self.kv_cache, config.prefill_chunk)
+        self._probe = Probe(backend, self.kv_cache, limits.prefill_chunk)
 
     @classmethod
     def load(cls, config: CoreConfig, *, progress: Callable[[int, int], None] | None = None) -> Engine:
         """Read the model directory and make everything ready for the first step. Any EngineError is final."""
-        if config.backend != "cpu":
-            raise ConfigError(f"backend {config.backend!r} is not in this build", hint="use --backend cpu")
+        config = with_defaults(config)
         started = time.monotonic()
-        directory = Path(config.model_dir)
-        model = ModelConfig.from_dir(directory)
-        weights = load_weights(directory, model, dtype=config.dtype, progress=progress)
+        model = ModelConfig.from_dir(Path(config.model_dir))
+        backend = create_backend(config, model, progress)
         load_seconds = time.monotonic() - started
         log_event(
-            log, logging.INFO, "weights_loaded", bytes=weights.arena_bytes, seconds=round(load_seconds, 3),
-            dtype=weights.dtype, checksum=weights.checksum,
+            log, logging.INFO, "weights_loaded", bytes=backend.weights_bytes, seconds=round(load_seconds, 3),
+            backend=backend.name, checksum=backend.weights_checksum,
         )  # fmt: skip
-        for note in weights.notes:
-            log_event(log, logging.WARNING, "checkpoint_note", note)
-        free_bytes = available_bytes()
-        try:
-            engine = cls(config, model, weights, free_bytes=free_bytes, load_seconds=load_seconds)
-        except MemoryError as error:
-            raise ConfigError(f"not enough memory: {error}", hint="lower --kv-tokens or --max-batch-tokens") from error
+        engine = cls(config, model, backend, load_seconds=load_seconds)
         engine.warm_up()
         return engine
 
     def warm_up(self) -> None:
         """Compute something before anybody is told that we are ready. ConfigError when the model answers NaN."""
-        prompt_ids = [0] * min(self.max_model_len, self.config.prefill_chunk + 1)
+        self.backend.warm_up()
+        limits = self.scheduler.config
+        prompt_ids = [0] * min(self.max_model_len, limits.prefill_chunk + 1)
         started = time.monotonic()
-        if (where := self._probe.find_nonfinite(prompt_ids)) is not None:
+        if not self._probe.is_finite(prompt_ids):
+            where = self._probe.find_nonfinite(prompt_ids)
             raise ConfigError(f"the model computes NaN or Inf at warm-up: {where}", hint="check its files and dtype")
         per_token = (time.monotonic() - started) / len(prompt_ids)
-        self._warm_step_seconds = self._longest_step_seconds = per_token * self.config.max_batch_tokens
+        self._warm_step_seconds = self._longest_step_seconds = per_token * limits.max_batch_tokens
 
     def close(self) -> None:
         self._jobs.close()
-        self.runner.close()
+        self.backend.close()
 
     @property
     def has_work(self) -> bool:
@@ -157,6 +135,7 @@ class Engine:
                 SampleState(message.params, message.prompt_ids, self.model.vocab_size, index)
                 for index in range(message.n)
             ]
+            self.backend.check(states[0])
         except (AdmissionError, ValueError) as error:
             return [
                 Tokens(
@@ -209,109 +188,130 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[CoreMessage]:
-        """Run one forward pass if there is anything to do, and say what came of it."""
+        """Launch the next forward pass, if there is one, and say what came of the oldest in flight."""
         out: list[CoreMessage] = []
         now = time.monotonic()
         for sequence in self.scheduler.expire(now):
-            out.append(self._report(self._choice(sequence)))
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            out += self._run(plan)
+            out.append(self._report(self._choices[sequence.seq_id]))
+        launched = self._launch_next()
+        collect = bool(self._in_flight) and not (launched and len(self._in_flight) < self.backend.plans_in_flight)
+        if collect:
+            out += self._collect(self._in_flight.popleft())
             self._steps += 1
             self._last_step_seconds = time.monotonic() - now
             # Slowly forgotten: one step that was held up (a stopped process) must not excuse silence for ever.
             expected = max(self._warm_step_seconds, 0.99 * self._longest_step_seconds)
             self._longest_step_seconds = max(expected, self._last_step_seconds)
         out += self._jobs.advance()
-        if plan is None and not self.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
+        busy = collect or launched
+        if not busy and not self.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
             self.scheduler.check_integrity()  # cheap when idle, and the moment a leak is provable
-        if plan is not None or now - self._stats_at >= IDLE_STATS_SECONDS:
+        if collect or now - self._stats_at >= IDLE_STATS_SECONDS:
             self._stats_at = now
             out.append(self.stats())
         return out
 
-    def _run(self, plan: StepPlan) -> list[CoreMessage]:
-        batch, first_row = build_batch(plan, self._num_rows)
+    def _launch_next(self) -> bool:
+        """Schedule and launch one more step, if the backend takes one. False if there was nothing to launch."""
+        if len(self._in_flight) >= self.backend.plans_in_flight or any(step.error for step in self._in_flight):
+            return False  # what a failed plan should have sampled is nobody's input
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        choices = [self._choices[item.seq.seq_id] for item in plan.items]
+        scoring = {
+            item.seq.seq_id: wanted
+            for item, choice in zip(plan.items, choices)
+            if choice.scores is not None and (wanted := choice.wanted_scores(item)) is not None
+        }
+        step = _InFlight(plan, choices, None)
         try:
-            logits = self.runner.forward(batch)
+            step.pending = self.backend.launch(StepWork(plan, [choice.sampling for choice in choices], scoring))
+        except DeviceLost:
+            raise
         except (EngineError, ValueError, IndexError) as error:  # refused before it wrote anything: a bug of ours
-            ids = sorted({self._choice(item.seq).log_id for item in plan.items})
-            log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, req_ids=ids, exc_info=True)
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:  # not these requests' fault: be replaced, not half alive
-                raise EngineError(f"{self._failed_steps} steps in a row failed: {error}") from error
-            where = {"op": "step", "step": self._steps}
-            failed = self.scheduler.fail(plan)
-            return [self._report(self._choice(seq), error=str(error), error_where=where) for seq in failed]
+            step.error = error
+        self._in_flight.append(step)
+        return True
+
+    def _collect(self, step: _InFlight) -> list[CoreMessage]:
+        try:
+            if step.error is not None:
+                raise step.error
+            assert step.pending is not None
+            result = self.backend.collect(step.pending)
+        except DeviceLost:
+            raise
+        except (EngineError, ValueError, IndexError) as error:
+            return self._fail_step(step, error)
         self._failed_steps = 0
-        broken = self._echo(plan, logits, first_row)
-        sampling = [item for item in plan.items if item.samples and not item.seq.finished]
-        rows = [first_row[item.seq.seq_id] + self._num_rows(item) - 1 for item in sampling]
-        if rows != list(range(len(logits))):
-            logits = logits[rows]
-        choices = [self._choice(item.seq) for item in sampling]
-        results = sample(logits, [choice.sampling for choice in choices])
+        return self._commit(step, result)
+
+    def _fail_step(self, step: _InFlight, error: Exception) -> list[CoreMessage]:
+        ids = sorted({choice.log_id for choice in step.choices})
+        log_event(log, logging.ERROR, "step_failed", str(error), step=self._steps, req_ids=ids, exc_info=error)
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:  # not these requests' fault: be replaced, not half alive
+            raise EngineError(f"{self._failed_steps} steps in a row failed: {error}") from error
+        where = {"op": "step", "step": self._steps}
+        failed = self.scheduler.fail(step.plan)
+        return [self._report(self._choices[seq.seq_id], error=str(error), error_where=where) for seq in failed]
+
+    def _commit(self, step: _InFlight, result: StepResult) -> list[CoreMessage]:
+        """Take in what a step computed, but for sequences that have ended since it was launched."""
+        alive = [(item, choice) for item, choice in zip(step.plan.items, step.choices) if not item.seq.finished]
+        broken = {item.seq.seq_id: result.failures[item.seq.seq_id] for item, _ in alive
+                  if item.seq.seq_id in result.failures}  # fmt: skip
         tokens: dict[int, int] = {}
         stopped: dict[int, FinishReason] = {}
-        for choice, result in zip(choices, results, strict=True):
-            seq_id = choice.sequence.seq_id
-            if result.error is not None:
-                broken.setdefault(seq_id, result.error)
-            else:
-                tokens[seq_id] = result.token_id
-                choice.sampling.append(result.token_id)
-                if result.token_id in choice.stop_ids:
+        for item, choice in alive:
+            seq_id = item.seq.seq_id
+            choice.keep_scores(item, result.scores.get(seq_id, ()))
+            if item.samples and seq_id not in broken:
+                token_id = tokens[seq_id] = result.samples[seq_id].token_id
+                choice.sampling.append(token_id)
+                if token_id in choice.stop_ids:
                     stopped[seq_id] = FinishReason.STOP
-        places = {seq_id: self._locate(self._choices[seq_id]) for seq_id in broken}  # while the pages are still there
-        ended = self.scheduler.commit(plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
+        places = {seq_id: self._locate(self._choices[seq_id], failure.where) for seq_id, failure in broken.items()}
+        ended = self.scheduler.commit(step.plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
         out: list[CoreMessage] = [
-            self._failed(self._choices[seq_id], text, places[seq_id]) for seq_id, text in broken.items()
+            self._failed(self._choices[seq_id], failure, places[seq_id]) for seq_id, failure in broken.items()
         ]
-        for choice, result in zip(choices, results, strict=True):
-            if choice.sequence.seq_id not in broken:
-                out.append(self._result(choice, result))
+        for _, choice in alive:
+            if choice.sequence.seq_id in tokens:
+                out.append(self._result(choice, result.samples[choice.sequence.seq_id]))
         # Those that sampled nothing but have something to say: max_tokens = 0 (echo) ends with its prompt, and the
         # scores of a long prompt go out chunk by chunk, so that no message grows with the prompt.
         ended_ids = {sequence.seq_id for sequence in ended}
-        for item in plan.items:
+        for item, _ in alive:
             silent = self._choices.get(item.seq.seq_id)
             if silent is not None and (item.seq.seq_id in ended_ids or silent.scores):
                 out.append(self._report(silent))
         return out
 
-    def _num_rows(self, item: ScheduledSeq) -> int:
-        """Logits rows of a scheduled item: every position for echo, the last one when it samples, else none."""
-        if self._choices[item.seq.seq_id].scores is not None and item.start < item.seq.num_prompt_tokens:
-            return item.count
-        return 1 if item.samples else 0
+    def abandon(self, error: DeviceLost) -> list[CoreMessage]:
+        """The last messages of an engine whose device is lost: every request that is not answered yet ends with an
+        error that says where. Nothing on the device is touched any more."""
+        self._in_flight.clear()
+        out: list[CoreMessage] = []
+        for choice in list(self._choices.values()):
+            self.scheduler.finish(choice.sequence.seq_id, FinishReason.ERROR)
+            out.append(self._report(choice, error=error.message, error_where={**error.where, "step": self._steps}))
+        return out
 
-    def _echo(self, plan: StepPlan, logits: Float32Array, first_row: dict[int, int]) -> dict[int, str]:
-        """Logprobs of the prompt's own tokens: the row of position p judges token p + 1. Returns what was wrong."""
-        broken: dict[int, str] = {}
-        for item in plan.items:
-            choice = self._choices.get(item.seq.seq_id)
-            if choice is None or choice.scores is None:
-                continue
-            wanted = choice.message.params.logprobs or 0
-            for p in range(item.start, min(item.start + item.count, item.seq.num_prompt_tokens - 1)):
-                if p + 1 == choice.num_scored:  # not again after a preemption
-                    row = logits[first_row[item.seq.seq_id] + p - item.start]
-                    try:
-                        choice.scores.append(token_logprobs(row, item.seq.token_ids[p + 1], wanted))
-                        choice.num_scored += 1
-                    except NumericError as error:
-                        broken[item.seq.seq_id] = error.message
-                        break
-        return broken
-
-    def _locate(self, choice: Choice) -> dict[str, Any]:
-        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. At most once a second, and
-        not for long sequences: a GPU that has gone bad must not make the others wait for a diagnosis."""
+    def _locate(self, choice: Choice, known: dict[str, Any] | None) -> dict[str, Any]:
+        """Where NaN or Inf first appears for this sequence: {"layer", "op", "position"}. Unless the device told, it is
+        searched for, at most once a second and not for long sequences: a GPU that has gone bad must not make the others
+        wait for a diagnosis."""
+        if known is not None:
+            return known
         where: dict[str, Any] = {"located": False, "position": len(choice.sequence.token_ids) - 1}
         if time.monotonic() - self._located_at < LOCATE_SECONDS or len(choice.sequence.token_ids) > LOCATE_TOKENS:
             return where
         try:
             return self._probe.find_nonfinite(choice.sequence.token_ids) or where
+        except DeviceLost:
+            raise
         except (EngineError, ValueError, IndexError) as error:  # a diagnosis never ends more than it explains
             log_event(log, logging.WARNING, "not_located", str(error))
             return where
@@ -320,14 +320,11 @@ class Engine:
 
     # ---- what a step means for a choice ----------------------------------------------------------------------------
 
-    def _choice(self, sequence: Sequence) -> Choice:
-        return self._choices[sequence.seq_id]
-
-    def _failed(self, choice: Choice, text: str, where: dict[str, Any]) -> Tokens:
+    def _failed(self, choice: Choice, failure: Failure, where: dict[str, Any]) -> Tokens:
         where = {**where, "step": self._steps}
         index = choice.sequence.index
-        log_event(log, logging.ERROR, "request_failed", text, req_id=choice.log_id, choice=index, **where)
-        return self._report(choice, error=text, error_where=where)
+        log_event(log, logging.ERROR, "request_failed", failure.text, req_id=choice.log_id, choice=index, **where)
+        return self._report(choice, error=failure.text, error_where=where)
 
     def _result(self, choice: Choice, result: SampleResult) -> Tokens:
         if choice.sequence.finish_reason is FinishReason.STOP:
@@ -392,7 +389,7 @@ class Engine:
                     return []
                 case "checksum":
                     _arguments(op, args, NoArgs)
-                    self._jobs.start(control_id, checksum(self.weights))
+                    self._jobs.start(control_id, self.backend.checksum())
                     return []
                 case "drop_prefix_cache":
                     _arguments(op, args, NoArgs)

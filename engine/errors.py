@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class EngineError(Exception):
     """Base class; `hint` is the next step for the operator, shown on its own line by the CLIs."""
@@ -68,6 +70,15 @@ class NumericError(EngineError):
     def __init__(self, message: str, *, layer: int | None = None, op: str = "", position: int | None = None) -> None:
         super().__init__(message)
         self.layer, self.op, self.position = layer, op, position
+
+
+class DeviceLost(EngineError):
+    """The device cannot be used any more in this process (a sticky CUDA error): every request in flight fails, the
+    process ends. `where`: what is known of the place ({"op", "error" ...}, sent to the clients)."""
+
+    def __init__(self, message: str, *, where: dict[str, Any] | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.where = where or {"op": "device"}
 
 
 class EngineDead(EngineError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from engine.errors import AdmissionError, EngineError
+from engine.errors import AdmissionError, DeviceLost, EngineError
 from engine.messages import ControlReply
 
 Job = Generator[None, None, dict[str, Any]]
@@ -40,6 +40,8 @@ class Jobs:
             return []
         except StopIteration as end:
             reply = ControlReply(control_id=control_id, ok=True, result=end.value)
+        except DeviceLost:  # not the job's failure: nothing works any more
+            raise
         except (EngineError, ValueError, IndexError) as error:
             refused = isinstance(error, AdmissionError)
             reply = ControlReply(control_id=control_id, ok=False, error=str(error), refused=refused)

@@ -16,7 +16,7 @@ from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.jsonfile import shown
-from engine.params import ALIGNMENT, LM_HEAD_SOURCE, Param, is_ignorable, parameters, targets
+from engine.params import ALIGNMENT, LM_HEAD_SOURCE, Param, Target, is_ignorable, parameters, targets
 from engine.safetensors import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -82,16 +82,7 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig, dtype: DType = "auto"
 
     Raises CheckpointError naming the tensor that is missing, unknown, of a wrong shape or of a dtype not loaded.
     """
-    wanted = targets(config)
-    _check_names(checkpoint, config, set(wanted))
-    for name, target in wanted.items():
-        info = checkpoint.tensors[name][1]
-        if info.shape != target.shape:
-            raise CheckpointError(
-                f"tensor {name} has shape {list(info.shape)}, but config.json makes it {list(target.shape)}"
-            )
-        if info.dtype not in _LOADABLE:
-            raise CheckpointError(f"tensor {name} has dtype {info.dtype}; only F16, BF16 and F32 weights are loaded")
+    wanted = match_tensors(checkpoint, config)
     params = {param.name: param for param in parameters(config)}
     matrix_dtypes = {checkpoint.tensors[name][1].dtype for name, t in wanted.items() if params[t.param].is_matrix}
     chosen = ("bfloat16" if matrix_dtypes == {"BF16"} else "float32") if dtype == "auto" else dtype
@@ -113,6 +104,24 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig, dtype: DType = "auto"
         read_bytes=sum(op.source_bytes for op in ops),
         notes=checkpoint.notes,
     )
+
+
+def match_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Target]:
+    """Every tensor of the checkpoint that is loaded, with its place. Host and device plans begin here.
+
+    Raises CheckpointError naming the tensor that is missing, unknown, of a wrong shape or of a dtype not loaded.
+    """
+    wanted = targets(config)
+    _check_names(checkpoint, config, set(wanted))
+    for name, target in wanted.items():
+        info = checkpoint.tensors[name][1]
+        if info.shape != target.shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(info.shape)}, but config.json makes it {list(target.shape)}"
+            )
+        if info.dtype not in _LOADABLE:
+            raise CheckpointError(f"tensor {name} has dtype {info.dtype}; only F16, BF16 and F32 weights are loaded")
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from engine.checkpoint import Checkpoint
 from engine.convert import BfloatOverflow, convert
 from engine.errors import CheckpointError, ConfigError
 from engine.host_memory import available_bytes
-from engine.load_plan import CHUNK_BYTES, CheckpointSummary, CopyOp, DType, LoadPlan, checkpoint_summary, plan_load
+from engine.load_plan import CHUNK_BYTES, CheckpointSummary, DType, LoadPlan, checkpoint_summary, plan_load
 from engine.params import EMBED_SOURCE, LM_HEAD_SOURCE
 from engine.types import Weights
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointSummary", "Destination", "HostArena", "LoadPlan", "arena_checksum", "arena_views", "checkpoint_summary",
-    "execute_plan", "load_weights", "plan_load",
+    "execute_plan", "load_weights", "plan_load", "tied_head_notes",
 ]  # fmt: skip
 
 HASH_BLOCK_BYTES = 16 << 20
@@ -86,6 +86,35 @@ class HostArena:
         pass  # already in place
 
 
+class ReadOp(Protocol):
+    """What a plan of any kind has to say of one copy (load_plan.CopyOp, cuda.load_plan.DeviceOp). `offset` is for the
+    destination alone: a place in the arena, or whatever tells it what to do with the bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def file(self) -> int: ...
+    @property
+    def source_offset(self) -> int: ...
+    @property
+    def source_dtype(self) -> str: ...
+    @property
+    def source_bytes(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class ReadPlan(Protocol):
+    @property
+    def ops(self) -> Sequence[ReadOp]: ...
+    @property
+    def read_bytes(self) -> int: ...
+
+
 def load_weights(
     path: str | Path,
     config: ModelConfig,
@@ -105,7 +134,7 @@ def load_weights(
         threads = num_threads or min(8, len(os.sched_getaffinity(0)))
         arena = HostArena(plan.arena_bytes)
         execute_plan(checkpoint, plan, arena, progress=progress, num_threads=threads)
-        notes = plan.notes + _tied_head_notes(checkpoint, config)
+        notes = plan.notes + tied_head_notes(checkpoint, config)
         for file in checkpoint.files:
             file.check_unchanged()
     checksum = arena_checksum(arena.buffer, num_threads=threads)
@@ -117,7 +146,7 @@ def load_weights(
 
 def execute_plan(
     checkpoint: Checkpoint,
-    plan: LoadPlan,
+    plan: ReadPlan,
     destination: Destination,
     *,
     progress: Callable[[int, int], None] | None = None,
@@ -141,10 +170,22 @@ def execute_plan(
             worker.stop()  # an error, or an exception of `progress` (Ctrl-C): do not copy the rest first
 
 
+class _Bounce:
+    """Where one thread puts what has to be converted; taken when first needed."""
+
+    def __init__(self) -> None:
+        self._buffer: memoryview | None = None
+
+    def view(self, nbytes: int) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(2 * CHUNK_BYTES))  # float32 read for a bfloat16 chunk is the largest
+        return self._buffer[:nbytes]
+
+
 class _Worker:
     """Threads take the next copy from one shared list, so that a slow file or conversion holds up nobody else."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Sequence[CopyOp], destination: Destination) -> None:
+    def __init__(self, checkpoint: Checkpoint, ops: Sequence[ReadOp], destination: Destination) -> None:
         self._files = checkpoint.files
         self._ops = ops
         self._destination = destination
@@ -157,7 +198,7 @@ class _Worker:
             self._next = len(self._ops)
 
     def run(self) -> None:
-        bounce = memoryview(bytearray(2 * CHUNK_BYTES))  # float32 read for a bfloat16 chunk is the largest
+        bounce = _Bounce()
         try:
             while (op := self._take()) is not None:
                 self._copy(op, bounce)
@@ -167,20 +208,20 @@ class _Worker:
             self.stop()
             raise
 
-    def _take(self) -> CopyOp | None:
+    def _take(self) -> ReadOp | None:
         with self._lock:
             if self._next >= len(self._ops):
                 return None
             self._next += 1
             return self._ops[self._next - 1]
 
-    def _copy(self, op: CopyOp, bounce: memoryview) -> None:
+    def _copy(self, op: ReadOp, bounce: _Bounce) -> None:
         file = self._files[op.file]
         buffer = self._destination.reserve(op.offset, op.nbytes)
         if op.source_dtype == op.dtype:
             file.read_into(op.source_offset, buffer)
         else:
-            source = bounce[: op.source_bytes]
+            source = bounce.view(op.source_bytes)
             file.read_into(op.source_offset, source)
             try:
                 convert(source, op.source_dtype, buffer, op.dtype)
@@ -227,7 +268,7 @@ def combine_digests(digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _tied_head_notes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
+def tied_head_notes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
     """Some tied checkpoints still carry lm_head. It is not used; say so if it is not the embedding."""
     if not config.tie_embeddings or LM_HEAD_SOURCE not in checkpoint.tensors:
         return ()

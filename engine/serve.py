@@ -23,7 +23,7 @@ from engine.api.config import ApiConfig, Timeouts, check_bind
 from engine.api.server import run_server
 from engine.client import EngineClient
 from engine.config import ModelConfig
-from engine.core_config import CoreConfig, context_length, scheduler_config
+from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
 from engine.errors import BusyError, ConfigError, EngineError, TemplateError
 from engine.log import log_event, setup_logging
 from engine.tokenizer import Tokenizer
@@ -54,15 +54,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     size = parser.add_argument_group("how much it takes")
     size.add_argument("--max-model-len", type=count, help="tokens of prompt + output (default: the model's)")
     size.add_argument("--kv-tokens", type=count, help="size of the KV pool (default: from free memory)")
-    size.add_argument("--memory-fraction", type=_number(float, 1e-6, 0.95), default=0.4, help="of free memory, for KV")
-    size.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the weights")
-    size.add_argument("--threads", type=count, help="CPU backend (default: all CPUs this process may use)")
-    size.add_argument("--max-batch-tokens", type=count, default=256)
-    size.add_argument("--max-batch-seqs", type=count, default=64)
-    size.add_argument("--prefill-chunk", type=count, default=128)
+    size.add_argument("--max-batch-tokens", type=count, help="of one step (default: cpu 256, cuda 8192)")
+    size.add_argument("--max-batch-seqs", type=count, default=64, help="sequences that run at once (cuda: up to 256)")
+    size.add_argument("--prefill-chunk", type=count, help="prefill tokens beside decodes (default: cpu 128, cuda 512)")
+    size.add_argument("--plans-in-flight", type=int, choices=[1, 2], help="steps queued ahead (default: cpu 1, cuda 2)")
     size.add_argument("--no-prefix-cache", action="store_true")
     size.add_argument("--max-queued-requests", type=count, default=256, help="more are answered 429")
     size.add_argument("--max-queued-prompt-tokens", type=count, default=262_144, help="more are answered 429")
+
+    cpu = parser.add_argument_group("--backend cpu")
+    fraction = _number(float, 1e-6, 0.95)
+    cpu.add_argument("--memory-fraction", type=fraction, help="of free memory, for the KV pool (default 0.4)")
+    cpu.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the weights")
+    cpu.add_argument("--threads", type=count, help="default: all CPUs this process may use")
+
+    cuda = parser.add_argument_group("--backend cuda")
+    cuda.add_argument("--device", type=_number(int, 0, 255), help="index among the visible GPUs (default 0)")
+    cuda.add_argument("--gpu-memory-fraction", type=fraction, help="of the GPU's memory, for all we take (default 0.9)")
+    cuda.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel: slower, the same bits")
+    cuda.add_argument("--profile-kernels", action="store_true", help="every kernel's start time into the step ring")
+    cuda.add_argument("--step-ring", type=Path, help="file of step times, best in /dev/shm (default: none on disk)")
 
     times = parser.add_argument_group("how long (seconds)")
     times.add_argument("--request-timeout", type=seconds, default=Timeouts().request)
@@ -89,18 +100,27 @@ def _number(kind: type[N], low: float, high: float) -> Callable[[str], N]:
 
 
 def core_config(args: argparse.Namespace) -> CoreConfig:
-    return CoreConfig(
-        model_dir=str(args.model_dir),
-        backend=args.backend,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        kv_tokens=args.kv_tokens,
-        memory_fraction=args.memory_fraction,
-        max_batch_tokens=args.max_batch_tokens,
-        max_batch_seqs=args.max_batch_seqs,
-        prefill_chunk=args.prefill_chunk,
-        num_threads=args.threads,
-        prefix_cache=not args.no_prefix_cache,
+    """ConfigError for options that do not go with the backend."""
+    return with_defaults(
+        CoreConfig(
+            model_dir=str(args.model_dir),
+            backend=args.backend,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            kv_tokens=args.kv_tokens,
+            max_batch_tokens=args.max_batch_tokens,
+            max_batch_seqs=args.max_batch_seqs,
+            prefill_chunk=args.prefill_chunk,
+            prefix_cache=not args.no_prefix_cache,
+            plans_in_flight=args.plans_in_flight,
+            memory_fraction=args.memory_fraction,
+            num_threads=args.threads,
+            gpu_memory_fraction=args.gpu_memory_fraction,
+            device=args.device,
+            cuda_graphs=False if args.no_cuda_graphs else None,
+            profile_kernels=True if args.profile_kernels else None,
+            step_ring=str(args.step_ring) if args.step_ring else None,
+        )
     )
 
 

@@ -78,12 +78,17 @@ __device__ __noinline__ inline void report_error(const Common& common, ErrorCode
     __threadfence_system();
 }
 
-// Every kernel calls this first: lets the next kernel of the stream begin (it waits for our end before it touches what
-// we write), and stamps the trace.
-__device__ __forceinline__ void begin_kernel(const Common& common) {
-    ptx::launch_dependents();
+// Stamps the trace with the start of this kernel.
+__device__ __forceinline__ void stamp_kernel(const Common& common) {
     if (common.trace != nullptr && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0)
         common.trace[common.trace_index] = ptx::global_timer();
+}
+
+// Every kernel calls this first: lets the next kernel of the stream begin (it waits for our end before it touches what
+// we write), and stamps the trace. (gemm_decode.cu stamps first and lets the next one begin later: see there.)
+__device__ __forceinline__ void begin_kernel(const Common& common) {
+    ptx::launch_dependents();
+    stamp_kernel(common);
 }
 
 // ---- layouts ---------------------------------------------------------------------------------------------------------

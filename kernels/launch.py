@@ -7,9 +7,26 @@ engine/cuda (a stream or a graph being captured) or, in tests, the emulator on t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol, TypeAlias
 
 import numpy as np
+
+
+class Op(IntEnum):
+    """kernels/common.cuh:OpId: which op of a layer a launch is, in error reports and traces."""
+
+    PREPARE = 0
+    EMBED = 1
+    RMSNORM = 2
+    QKV = 3
+    ROPE = 4
+    ATTENTION = 5
+    O = 6
+    GATE_UP = 7
+    DOWN = 8
+    LM_HEAD = 9
+    SAMPLER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,19 @@ class TensorMap2D:
 
 
 @dataclass(frozen=True, slots=True)
+class TileMap:
+    """A TMA descriptor over a tiled weight matrix (common.cuh, "layouts") at `address`, 16-byte aligned: `row_tiles` x
+    `k_tiles` tiles of 2 KB, read in boxes of `box_tiles` tiles below each other; outside the matrix reads as zero.
+    cuTensorMapEncodeTiled with 8-byte elements: dimensions (256, k_tiles, row_tiles), strides 2048 and k_tiles * 2048
+    bytes, box (256, 1, box_tiles), no swizzle (the tiles are swizzled already)."""
+
+    address: int
+    row_tiles: int
+    k_tiles: int
+    box_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommonArgument:
     """kernels/common.cuh:Common, filled in by the executor (rings, trace) with these."""
 
@@ -33,7 +63,7 @@ class CommonArgument:
     layer: int = -1
 
 
-Argument: TypeAlias = np.generic | TensorMap2D | CommonArgument
+Argument: TypeAlias = np.generic | TensorMap2D | TileMap | CommonArgument
 """Scalars carry their C type (np.int32, np.int64, np.float32, np.uint64 for an address)."""
 
 

@@ -54,6 +54,9 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared) {
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
 }
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared) : "memory");
+}
 // d (16 x 8 fp32) += a (16 x 16 bf16, row-major) * b (16 x 8 bf16, column-major). Lane l: g = l/4, q = l%4; d[0..1] = row g,
 // columns 2q, 2q+1; d[2..3] = row g + 8.
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -63,6 +66,9 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
 
 // Barrier `id` (1..15; 0 is __syncthreads) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Counts as the arrivals of these threads at barrier `id`, without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 #if HAS_SM90
 // ---- mbarriers and bulk copies, sm_90 --------------------------------------------------------------------------------
@@ -86,6 +92,13 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
     asm volatile("{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
+// Whether that phase has ended; may wait a little first.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    return done != 0;
+}
 // `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared; completes on `bar`. One thread.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -108,8 +121,55 @@ __device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, 
                  ::"r"(shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)) : "memory");
 }
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// The same into every block of the cluster whose bit is set in `blocks`, at the same shared offset; completes on each
+// one's own barrier at that offset.
+__device__ __forceinline__ void tma_load_2d_multicast(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t blocks) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)), "h"((uint16_t)blocks) : "memory");
+}
+// Whole 2 KB tiles of a weight matrix behind a tile map (launch.py:TileMap): those at `k_tile` of the map's box of row tiles
+// from `row_tile` on, one after the other -> shared; completes on `bar`. One thread. Beyond the matrix: zeros.
+__device__ __forceinline__ void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(0), "r"(k_tile), "r"(row_tile), "r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ void tma_load_tiles_multicast(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t blocks) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(0), "r"(k_tile), "r"(row_tile), "r"(shared_address(bar)), "h"((uint16_t)blocks) : "memory");
+}
 // Ordinary writes to shared memory before, asynchronous reads (wgmma, bulk copies) after.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Shared -> a box of a 2-D tensor map; what lies outside the tensor is not written. One thread; then bulk_commit, and
+// bulk_wait_read before the shared memory is written again.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, int x, int y, const void* shared) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 ::"l"(map), "r"(x), "r"(y), "r"(shared_address(shared)) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most PENDING of this thread's committed groups may still read shared memory.
+template <int PENDING> __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- clusters, sm_90 -------------------------------------------------------------------------------------------------
+__device__ __forceinline__ uint32_t cluster_rank() { uint32_t rank; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return rank; }
+__device__ __forceinline__ void cluster_sync() {  // all threads of the cluster's blocks
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// The same barrier in two halves, for all threads of a warp together: each arrive is followed by a wait. Orders no memory
+// but the set-up of mbarriers before mbarrier_fence_init.
+__device__ __forceinline__ uint32_t cluster_size() { uint32_t size; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size)); return size; }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// An arrival at the barrier that stands at `bar`'s place in block `rank` of the cluster. Says that we have read what may
+// now be overwritten (.release.cluster would cost a MEMBAR.GPU each time and add nothing).
+__device__ __forceinline__ void mbarrier_arrive_remote(uint64_t* bar, uint32_t rank) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
+                 ::"r"(shared_address(bar)), "r"(rank) : "memory");
+}
+// bulk_copy into the same place of every block of the cluster in `mask`; completes on each one's own `bar`.
+__device__ __forceinline__ void bulk_copy_multicast(void* shared, const void* global, int bytes, uint64_t* bar, uint16_t mask) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)), "h"(mask) : "memory");
+}
 #endif
 
 #if HAS_WGMMA
@@ -129,6 +189,6 @@ template <int REGISTERS> __device__ __forceinline__ void registers_lower() { asm
 }  // namespace ptx
 
 #if HAS_WGMMA
-#include "wgmma.cuh"  // ptx::wgmma<N>(float (&d)[N / 2], descriptor_a, descriptor_b): one m64nNk16, generated
+#include "wgmma.cuh"  // ptx::wgmma<N>(float (&d)[N / 2], descriptor_a, descriptor_b, accumulate): one m64nNk16, generated
 #endif
 #endif

@@ -30,9 +30,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / MODEL, poison_token=POISON)
 
 
-@pytest.fixture
-async def server(model_dir: Path) -> AsyncIterator[Server]:
-    started = await Server.start(model_dir, "--kv-tokens", "16384")
+@pytest.fixture(params=["1", "2"], ids=["one-plan", "two-plans"])
+async def server(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Server]:
+    """As it is on the CPU, and with step n+1 launched before step n is collected, as on a GPU."""
+    started = await Server.start(model_dir, "--kv-tokens", "16384", "--plans-in-flight", request.param)
     try:
         yield started
     finally:

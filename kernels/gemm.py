@@ -1,0 +1,182 @@
+"""Launches of the matrix products y = x W^T: which kernel, which grid.
+
+Pure functions of shapes and device addresses (int). Mathematics, epilogues and layouts stand at the top of
+kernels/gemm_decode.cu (few rows, sm_90), kernels/gemm_prefill.cu (many rows, sm_90a) and kernels/gemm_portable.cu (any).
+All give the same bits for an element of the result, whatever the number of rows: the choice is one of speed alone.
+Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kernels.gemm_prefill import prefill_launch, prefill_plan
+from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
+from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+
+Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
+
+DECODE_ROWS = 64
+"""The decode kernels take up to so many rows of x."""
+
+_DECODE_BUCKETS = (8, 16, 32, 64)
+_PIECE_TILES = 2  # gemm_decode.cu:PIECE_TILES
+_SHARED_BYTES = 100 << 10  # two blocks a multiprocessor (227 KB): the next kernel's fills its rings while ours ends
+_LOOKAHEAD_BYTES = 128 << 10  # a block asks for so much of L2 beyond its rings
+_BARRIER_BYTES = 16  # full and empty, of one stage
+
+_i32 = np.int32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How gemm_decode.cu is launched for one shape. The bits of the result do not depend on it."""
+
+    bucket: int  # rows of x a block holds: the kernel variant
+    blocks: int
+    lanes: int  # row tiles a block works on at a time
+    w_stages: int  # pieces of each lane's ring
+    x_stages: int
+    lookahead: int  # pieces
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        return (2 + self.lanes * _split(self.bucket)) * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        w_bytes = self.lanes * self.w_stages * (_PIECE_TILES * TILE_BYTES + _BARRIER_BYTES)
+        return w_bytes + self.x_stages * (_x_piece_bytes(self.bucket) + _BARRIER_BYTES)
+
+
+def gemm_launch(
+    executor: Executor,
+    epilogue: Epilogue,
+    x: int,
+    w: int,
+    out: int,
+    *,
+    num_rows: int,
+    num_outputs: int,
+    k_pad: int,
+    ld_x: int,
+    ld_out: int,
+    op: int,
+    layer: int = -1,
+) -> Launch:
+    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which adds
+    to what is there), bf16 for swiglu (N/2 columns). Raises ValueError for a shape no kernel takes."""
+    check_shape(epilogue, num_rows=num_rows, num_outputs=num_outputs, k_pad=k_pad, ld_x=ld_x, ld_out=ld_out)
+    shape = {"num_rows": num_rows, "num_outputs": num_outputs, "k_pad": k_pad, "ld_x": ld_x, "ld_out": ld_out}
+    if executor.path != "hopper":
+        return portable_launch(epilogue, x, w, out, **shape, op=op, layer=layer)
+    if num_rows > DECODE_ROWS:
+        many = prefill_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
+        return prefill_launch(many, epilogue, x, w, out, **shape, op=op, layer=layer)
+    plan = decode_plan(num_rows, num_outputs, k_pad, executor.num_multiprocessors)
+    return decode_launch(plan, epilogue, x, w, out, **shape, op=op, layer=layer)
+
+
+def check_shape(epilogue: Epilogue, *, num_rows: int, num_outputs: int, k_pad: int, ld_x: int, ld_out: int) -> None:
+    """What every kernel of this file relies on."""
+    if num_rows < 1 or num_outputs < 1:
+        raise ValueError(f"a product of {num_rows} rows of x and {num_outputs} of W: both must be at least 1")
+    if k_pad < TILE_COLUMNS or k_pad % TILE_COLUMNS:
+        raise ValueError(f"k_pad {k_pad} must be a positive multiple of {TILE_COLUMNS}")
+    if ld_x < k_pad or ld_x % 8:
+        raise ValueError(f"ld_x {ld_x} must be a multiple of 8 that holds {k_pad} columns")
+    if epilogue == "swiglu" and num_outputs % TILE_ROWS:
+        raise ValueError(f"gate_up has {num_outputs} rows; in its interleaved order they are a multiple of {TILE_ROWS}")
+    columns = num_outputs // 2 if epilogue == "swiglu" else num_outputs
+    if ld_out < columns:
+        raise ValueError(f"ld_out {ld_out} does not hold {columns} columns")
+
+
+def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors: int) -> DecodePlan:
+    """Fill the multiprocessors with one block each, evenly, in one wave. kernels/LOG.md has the measurements."""
+    if not 1 <= num_rows <= DECODE_ROWS:
+        raise ValueError(f"{num_rows} rows; the decode kernels take 1 to {DECODE_ROWS}")
+    bucket = next(size for size in _DECODE_BUCKETS if num_rows <= size)
+    tiles = -(-num_outputs // TILE_ROWS)
+    share = -(-tiles // num_multiprocessors)  # of the block with most
+    blocks = -(-tiles // share)
+    passes = -(-share // (4 if bucket == 64 else 7))
+    lanes = -(-share // passes)
+    pieces = -(-k_pad // (_PIECE_TILES * TILE_COLUMNS)) * passes
+    w_bytes, x_bytes = lanes * _PIECE_TILES * TILE_BYTES, _x_piece_bytes(bucket)
+    stages = max(2, _SHARED_BYTES // (w_bytes + x_bytes))
+    return DecodePlan(bucket, blocks, lanes, min(stages, pieces), min(stages, pieces), _LOOKAHEAD_BYTES // w_bytes)
+
+
+def decode_launch(
+    plan: DecodePlan,
+    epilogue: Epilogue,
+    x: int,
+    w: int,
+    out: int,
+    *,
+    num_rows: int,
+    num_outputs: int,
+    k_pad: int,
+    ld_x: int,
+    ld_out: int,
+    op: int,
+    layer: int = -1,
+) -> Launch:
+    """gemm_decode.cu as `plan` says. Parameters as gemm_launch."""
+    return Launch(
+        module="gemm_decode",
+        kernel=f"gemm_decode_{epilogue}_m{plan.bucket}",
+        grid=(plan.blocks, 1, 1),
+        block=(plan.threads, 1, 1),
+        arguments=(
+            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.bucket), address(w), address(out),
+            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.lanes), _i32(plan.w_stages),
+            _i32(plan.x_stages), _i32(plan.lookahead),
+        ),
+        shared_bytes=plan.shared_bytes,
+        cluster=plan.cluster,
+    )  # fmt: skip
+
+
+def portable_launch(
+    epilogue: Epilogue,
+    x: int,
+    w: int,
+    out: int,
+    *,
+    num_rows: int,
+    num_outputs: int,
+    k_pad: int,
+    ld_x: int,
+    ld_out: int,
+    op: int,
+    layer: int = -1,
+) -> Launch:
+    """gemm_portable.cu. Parameters as gemm_launch."""
+    tokens, stages = (16, 6) if num_rows <= 16 else (64, 4)
+    row_tiles = 4
+    return Launch(
+        module="gemm_portable",
+        kernel=f"gemm_portable_{epilogue}_m{tokens}",
+        grid=(-(-num_rows // tokens), -(-num_outputs // (row_tiles * TILE_ROWS)), 1),
+        block=(128, 1, 1),
+        arguments=(
+            CommonArgument(op, layer), address(x), _i32(ld_x), address(w), address(out),
+            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out),
+        ),
+        shared_bytes=stages * (row_tiles * TILE_BYTES + tokens * TILE_COLUMNS * 2),
+    )  # fmt: skip
+
+
+def _split(bucket: int) -> int:
+    """Warps that share a row tile (gemm_decode.cu:SPLIT)."""
+    return 2 if bucket == 64 else 1
+
+
+def _x_piece_bytes(bucket: int) -> int:
+    return _PIECE_TILES * TILE_COLUMNS * 2 * bucket

@@ -1,0 +1,357 @@
+// y (M, N) = x (M, K) w (N, K)^T on the tensor cores of sm_90a, any M: TMA and bulk copies feed wgmma. Hopper only.
+//
+// Math: y[m][n] = sum over k, ascending, 16 at a time, one fp32 accumulator in the tensor core, no split over K: the bits of
+// mma.sync in gemm_decode.cu and gemm_portable.cu, whatever the tile. Then, on that accumulator,
+//   f32: out[m][n] = y;  add: out[m][n] = out[m][n] + y, rounded once;  swiglu: out (bf16) = swiglu(gate, up), math.cuh.
+// Layouts: x row-major bf16 behind a TMA map (boxes of 128 rows x 64 columns, 128-byte swizzle); w in the tiles of common.cuh,
+//   16 rows x 64 columns of 2 KB, which lie in shared memory as wgmma reads them: a stage of w is TILE_N / 16 plain copies.
+//   out fp32 (M, ld_out) for f32 and add; for swiglu bf16 (M, ld_out), N/2 columns, N a multiple of 16.
+// Launch: kernels/gemm_prefill.py. 384 threads: a warpgroup whose first thread copies, two that multiply 64 x TILE_N each.
+//   Persistent: block b takes tiles b, b + grid ... A cluster's blocks take neighbouring tiles in M of one tile in N; each
+//   copies its share of w to all of them.
+// A consumer lets go of a stage when its products have read it, so the one that is ahead writes its results while the other
+// multiplies: the tensor cores idle only for what the ring cannot cover.
+#include "math.cuh"
+
+#if HAS_WGMMA || defined(APPLIANCE_EMULATE)
+
+namespace {
+
+enum Epilogue { F32, ADD, SWIGLU };
+
+constexpr int TILE_M = 128, TILE_K = 64, TILE_BYTES = 2048;  // TILE_BYTES: 16 x 64 of w
+constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int A_BYTES = TILE_M * TILE_K * 2;
+constexpr int CHUNK_BYTES = 16 * 128;  // of results: 16 rows of 128 bytes, 128-byte swizzle
+constexpr int STAGING_BYTES = CONSUMERS * 4 * 2 * CHUNK_BYTES;  // two for each warp
+constexpr int SHARED_LIMIT = 232448;  // kernels/gemm_prefill.py computes the same stages
+constexpr int SKEW = 2;  // stages
+constexpr int RASTER_M = 16;  // tiles of M that are walked together, so that a wave's x and w fit in L2
+
+template <int TILE_N> struct Shape {
+    static constexpr int B_BYTES = TILE_N * TILE_K * 2;
+    static constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+    static constexpr int FIT = (SHARED_LIMIT - STAGING_BYTES - 256) / STAGE_BYTES;
+    static constexpr int STAGES = FIT < 8 ? FIT : 8;
+};
+
+struct Problem {
+    int M, N, k_pad;
+    __device__ int k_tiles() const { return k_pad / TILE_K; }
+};
+
+struct Ring {  // a place in the ring of stages
+    int stage = 0, parity = 0;
+    template <int STAGES> __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// The tiles of a block in order. M in groups of RASTER_M tiles; within a group M is fastest.
+template <int TILE_N, int CLUSTER> struct Walk {
+    int m_clusters, n_tiles, index, step, rank;
+    __device__ Walk(const Problem& p) {
+        m_clusters = (p.M + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
+        n_tiles = (p.N + TILE_N - 1) / TILE_N;
+        rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
+        index = blockIdx.x / CLUSTER;
+        step = gridDim.x / CLUSTER;
+    }
+    __device__ bool done() const { return index >= m_clusters * n_tiles; }
+    __device__ void next() { index += step; }
+    __device__ void tile(int& m0, int& n0) const {
+        constexpr int GROUP = RASTER_M / CLUSTER;
+        int group = index / (GROUP * n_tiles), inside = index - group * (GROUP * n_tiles);
+        int size = min(GROUP, m_clusters - group * GROUP);
+        m0 = ((group * GROUP + inside % size) * CLUSTER + rank) * TILE_M;
+        n0 = inside / size * TILE_N;
+    }
+};
+
+// ---- producer --------------------------------------------------------------------------------------------------------
+
+// Asks L2 for a part of what `add` will read: late, so that it is still there.
+template <int TILE_N> __device__ __forceinline__ void prefetch_residual(const Problem& p, const float* out, int ld_out, int m0, int n0, int kt) {
+    constexpr int STEPS = 16;  // of K, the last ones
+    const int step = kt - (p.k_tiles() - STEPS), first = m0 + step * (TILE_M / STEPS);
+    if (step < 0 || ld_out % 4) return;
+    for (int row = first; row < min(first + TILE_M / STEPS, p.M); row++)
+        ptx::bulk_prefetch_l2(out + (int64_t)row * ld_out + n0, min(TILE_N, (p.N - n0) & ~3) * 4);
+}
+
+template <int TILE_N, int EPILOGUE, int CLUSTER>
+__device__ void produce(const Problem& p, const TensorMap* x_map, const TensorMap* w_map, const float* out, int ld_out, uint8_t* stages, uint64_t* full, uint64_t* empty) {
+    using S = Shape<TILE_N>;
+    constexpr int SHARE = TILE_N / 16 / CLUSTER;  // row tiles of w that this block copies for the cluster
+    static_assert(SHARE * 16 * CLUSTER == TILE_N);
+    Ring ring;
+    bool first = true;
+    for (Walk<TILE_N, CLUSTER> walk(p); !walk.done(); walk.next()) {
+        int m0, n0;
+        walk.tile(m0, n0);
+        const int row_tile = n0 / 16 + walk.rank * SHARE;
+        auto load_w = [&](int stage, int kt) {
+            uint8_t* b = stages + stage * S::STAGE_BYTES + A_BYTES + walk.rank * SHARE * TILE_BYTES;
+            ptx::mbarrier_arrive_expect(&full[stage], S::STAGE_BYTES);
+            if (CLUSTER == 1) ptx::tma_load_tiles(b, w_map, kt, row_tile, &full[stage]);
+            else ptx::tma_load_tiles_multicast(b, w_map, kt, row_tile, &full[stage], (1 << CLUSTER) - 1);
+        };
+        auto load_x = [&](int stage, int kt) { ptx::tma_load_2d(stages + stage * S::STAGE_BYTES, x_map, kt * TILE_K, m0, &full[stage]); };
+        int kt = 0;
+        if (first) {  // weights do not depend on the kernel before us: fetch them while it ends
+            first = false;
+            const int ahead = min(S::STAGES, p.k_tiles());
+#pragma unroll 1
+            for (; kt < ahead; kt++) load_w(kt, kt);
+            ptx::wait_for_previous();
+#pragma unroll 1
+            for (kt = 0; kt < ahead; kt++) {
+                load_x(kt, kt);
+                ring.advance<S::STAGES>();
+            }
+        }
+        for (; kt < p.k_tiles(); kt++) {
+            ptx::mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
+            load_w(ring.stage, kt);
+            load_x(ring.stage, kt);
+            ring.advance<S::STAGES>();
+            if (EPILOGUE == ADD) prefetch_residual<TILE_N>(p, out, ld_out, m0, n0, kt);
+        }
+    }
+    if (CLUSTER > 1)  // a block must not end before the others' consumers have told it that they are done
+        for (int i = 0; i < S::STAGES; i++) {
+            ptx::mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
+            ring.advance<S::STAGES>();
+        }
+}
+
+// ---- consumers -------------------------------------------------------------------------------------------------------
+
+struct Thread {  // a consumer's place: its warpgroup's 64 rows, its warp's 16, its own row and columns (wgmma.cuh)
+    int group, lane, warp_row, row, quad;
+    __device__ Thread() {
+        group = threadIdx.x / WARPGROUP - 1;
+        lane = threadIdx.x % 32;
+        warp_row = threadIdx.x / 32 % 4 * 16;
+        row = lane / 4;  // of the warp's, and row + 8
+        quad = lane % 4;
+    }
+};
+
+__device__ __forceinline__ uint32_t staging_offset(int row, int byte) { return row * 128 + (byte ^ ((row & 7) << 4)); }
+
+// acc (64 x TILE_N) of one tile. `delay`: the first tile, where the second warpgroup lets the first get SKEW stages ahead.
+template <int TILE_N, int CLUSTER>
+__device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, const Thread& t, const uint8_t* stages, uint64_t* full, uint64_t* empty, Ring& ring, bool delay) {
+    using S = Shape<TILE_N>;
+    auto release = [&](int stage) {
+        if (CLUSTER == 1) {
+            if (t.lane == 0) ptx::mbarrier_arrive(&empty[stage]);
+        } else if (t.lane < CLUSTER) {
+            ptx::mbarrier_arrive_remote(&empty[stage], t.lane);
+        }
+    };
+    if (delay && t.group == 1) ptx::named_barrier(1, CONSUMERS * WARPGROUP);
+    const int signal_at = delay && t.group == 0 ? min(SKEW, k_tiles) - 1 : -1;
+    int previous = -1;
+    for (int kt = 0; kt < k_tiles; kt++) {
+        ptx::mbarrier_wait(&full[ring.stage], ring.parity);
+        const uint8_t* a = stages + ring.stage * S::STAGE_BYTES + t.group * (A_BYTES / CONSUMERS);
+        uint64_t descriptor_a = ptx::wgmma_descriptor(ptx::shared_address(a));
+        uint64_t descriptor_b = ptx::wgmma_descriptor(ptx::shared_address(stages + ring.stage * S::STAGE_BYTES + A_BYTES));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < TILE_K / 16; k++) ptx::wgmma<TILE_N>(acc, descriptor_a + 2 * k, descriptor_b + 2 * k, kt + k > 0);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        if (previous >= 0) release(previous);
+        if (kt == signal_at) ptx::named_barrier_arrive(1, CONSUMERS * WARPGROUP);
+        previous = ring.stage;
+        ring.advance<S::STAGES>();
+    }
+    ptx::wgmma_wait<0>();
+    release(previous);
+}
+
+// What the residual holds under 32 columns of this thread's accumulators.
+__device__ __forceinline__ void load_residual(float (&r)[16], const Problem& p, const float* out, int ld_out, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int m = row + (i & 1) * 8, n = column + i / 2 * 8;
+        float2 v = make_float2(0.0f, 0.0f);
+        if (m < p.M && n < p.N) v = *reinterpret_cast<const float2*>(out + (int64_t)m * ld_out + n);
+        r[2 * i] = v.x;
+        r[2 * i + 1] = v.y;
+    }
+}
+
+// 32 columns of a warp's rows from its chunk, element by element: where N or the rows of `out` are no multiple of 16 bytes.
+template <int EPILOGUE> __device__ __noinline__ void store_unaligned(const uint8_t* chunk, Problem p, float* out, int ld_out, int m0, int column) {
+    const int lane = threadIdx.x % 32;
+    for (int row = 0; row < min(16, p.M - m0) && column + lane < p.N; row++) {
+        float* at = out + (int64_t)(m0 + row) * ld_out + column + lane;
+        float v = *reinterpret_cast<const float*>(chunk + staging_offset(row, lane * 4));
+        *at = EPILOGUE == ADD ? __fadd_rn(*at, v) : v;
+    }
+}
+
+// A warp's 16 rows (from m0 on) of f32 and add: 32 columns at a time through shared memory and a TMA store.
+template <int TILE_N, int EPILOGUE>
+__device__ __forceinline__ void store_f32(float (&acc)[TILE_N / 2], const Problem& p, const Thread& t, const TensorMap* out_map, float* out, int ld_out, int m0, int n0, uint8_t* staging, int& turn) {
+    constexpr int CHUNKS = TILE_N / 32;
+    float residual[2][16];
+    const int row = m0 + t.row, column = n0 + 2 * t.quad;
+    const bool aligned = ((p.N | ld_out) & 3) == 0;
+    if (EPILOGUE == ADD && aligned) {
+        load_residual(residual[0], p, out, ld_out, row, column);
+        if (CHUNKS > 1) load_residual(residual[1], p, out, ld_out, row, column + 32);
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        if (EPILOGUE == ADD && aligned) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) acc[16 * c + i] = __fadd_rn(residual[c & 1][i], acc[16 * c + i]);
+            if (c + 2 < CHUNKS) load_residual(residual[c & 1], p, out, ld_out, row, column + 32 * (c + 2));
+        }
+        uint8_t* chunk = staging + (turn & 1) * CHUNK_BYTES;
+        turn++;
+        if (t.lane == 0) ptx::bulk_wait_read<1>();  // the store before the last has read this chunk
+        __syncwarp();
+        // Lanes of odd rows write the 8 columns two further on, so that 16 lanes fall on 32 different banks.
+        const bool odd = t.row & 1;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int even_at = 16 * c + 4 * j + 2 * half, odd_at = 16 * c + 4 * (j ^ 2) + 2 * half;
+                float2 v = make_float2(odd ? acc[odd_at] : acc[even_at], odd ? acc[odd_at + 1] : acc[even_at + 1]);
+                int byte = ((odd ? j ^ 2 : j) * 8 + 2 * t.quad) * 4;
+                *reinterpret_cast<float2*>(chunk + staging_offset(t.row + 8 * half, byte)) = v;
+            }
+        ptx::fence_async_shared();
+        __syncwarp();
+        if (!aligned) {
+            store_unaligned<EPILOGUE>(chunk, p, out, ld_out, m0, n0 + 32 * c);
+            __syncwarp();
+        } else if (t.lane == 0) {
+            if (n0 + 32 * c < p.N && m0 < p.M) ptx::tma_store_2d(out_map, 2 * (n0 + 32 * c), m0, chunk);
+            ptx::bulk_commit();
+        }
+    }
+}
+
+// A warp's 16 rows of swiglu: 64 columns of results at a time.
+template <int TILE_N>
+__device__ __forceinline__ void store_swiglu(const float (&acc)[TILE_N / 2], const Problem& p, const Thread& t, bf16* out, int ld_out, int m0, int n0, uint8_t* staging, int& turn) {
+    constexpr int COLUMNS = TILE_N / 2;
+#pragma unroll
+    for (int first = 0; first < COLUMNS; first += 64) {
+        constexpr int TILES = COLUMNS / 8;
+        uint8_t* chunk = staging + (turn & 1) * CHUNK_BYTES;
+        turn++;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (first / 8 + i >= TILES) break;
+            const float* gate = acc + (first / 8 + i) * 8;
+            const float* up = gate + 4;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                bf16 low = __float2bfloat16_rn(swiglu(gate[2 * half], up[2 * half]));
+                bf16 high = __float2bfloat16_rn(swiglu(gate[2 * half + 1], up[2 * half + 1]));
+                uint32_t pair = (uint32_t)__bfloat16_as_ushort(high) << 16 | __bfloat16_as_ushort(low);
+                *reinterpret_cast<uint32_t*>(chunk + staging_offset(t.row + 8 * half, i * 16 + 4 * t.quad)) = pair;
+            }
+        }
+        __syncwarp();  // the chunk before the last was read before this lane came here
+        const int pieces = (COLUMNS - first < 64 ? COLUMNS - first : 64) / 8;  // 16 bytes each, of a row
+#pragma unroll
+        for (int i = t.lane; i < 16 * pieces; i += 32) {
+            int row = i / pieces, piece = i % pieces, column = n0 / 2 + first + piece * 8;
+            if (m0 + row < p.M && column < p.N / 2)
+                *reinterpret_cast<uint4*>(out + (int64_t)(m0 + row) * ld_out + column) = *reinterpret_cast<const uint4*>(chunk + staging_offset(row, piece * 16));
+        }
+    }
+}
+
+template <int TILE_N, int EPILOGUE, int CLUSTER>
+__device__ void consume(const Problem& p, const TensorMap* out_map, void* out, int ld_out, const uint8_t* stages, uint8_t* staging, uint64_t* full, uint64_t* empty) {
+    const Thread t;
+    staging += (t.group * 4 + t.warp_row / 16) * 2 * CHUNK_BYTES;
+    Ring ring;
+    int turn = 0;
+    bool first = true;
+    ptx::wait_for_previous();
+    for (Walk<TILE_N, CLUSTER> walk(p); !walk.done(); walk.next()) {
+        int m0, n0;
+        walk.tile(m0, n0);
+        m0 += 64 * t.group + t.warp_row;
+        float acc[TILE_N / 2];
+        multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, first);
+        first = false;
+        if constexpr (EPILOGUE == SWIGLU) store_swiglu<TILE_N>(acc, p, t, (bf16*)out, ld_out, m0, n0, staging, turn);
+        else store_f32<TILE_N, EPILOGUE>(acc, p, t, out_map, (float*)out, ld_out, m0, n0, staging, turn);
+    }
+    if (EPILOGUE != SWIGLU && t.lane == 0) ptx::bulk_wait_read<0>();
+}
+
+template <int TILE_N, int EPILOGUE, int CLUSTER>
+__device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_map, const TensorMap* w_map, const TensorMap* out_map, void* out, int M, int N, int k_pad, int ld_out) {
+    using S = Shape<TILE_N>;
+    begin_kernel(common);
+    DYNAMIC_SHARED(smem);
+    uint8_t* staging = smem + S::STAGES * S::STAGE_BYTES;
+    uint64_t* full = reinterpret_cast<uint64_t*>(staging + STAGING_BYTES);
+    uint64_t* empty = full + S::STAGES;
+    if (threadIdx.x == 0) {
+        ptx::tma_prefetch_map(w_map);
+        ptx::tma_prefetch_map(x_map);
+        for (int s = 0; s < S::STAGES; s++) {
+            ptx::mbarrier_init(&full[s], 1);
+            ptx::mbarrier_init(&empty[s], CLUSTER * CONSUMERS * (WARPGROUP / 32));
+        }
+        ptx::mbarrier_fence_init();
+    }
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+    }
+    const Problem p = {M, N, k_pad};
+    if (threadIdx.x < WARPGROUP) {
+        ptx::registers_lower<56>();
+        if (threadIdx.x == 0) produce<TILE_N, EPILOGUE, CLUSTER>(p, x_map, w_map, (const float*)out, ld_out, smem, full, empty);
+    } else {
+        ptx::registers_raise<224>();
+        consume<TILE_N, EPILOGUE, CLUSTER>(p, out_map, out, ld_out, smem, staging, full, empty);
+    }
+}
+
+}  // namespace
+
+#define GEMM_PREFILL(name, TILE_N, EPILOGUE, CLUSTER)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
+    name(const Common common, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,                \
+         const __grid_constant__ TensorMap out_map, void* out, int M, int N, int k_pad, int ld_out) {                          \
+        gemm<TILE_N, EPILOGUE, CLUSTER>(common, &x_map, &w_map, &out_map, out, M, N, k_pad, ld_out);                           \
+    }
+#ifndef GEMM_PREFILL_SOME
+#define GEMM_PREFILL_ALL(TILE_N)                                             \
+    GEMM_PREFILL(gemm_prefill_f32_n##TILE_N, TILE_N, F32, 1)                 \
+    GEMM_PREFILL(gemm_prefill_add_n##TILE_N, TILE_N, ADD, 1)                 \
+    GEMM_PREFILL(gemm_prefill_swiglu_n##TILE_N, TILE_N, SWIGLU, 1)           \
+    GEMM_PREFILL(gemm_prefill_f32_n##TILE_N##_c2, TILE_N, F32, 2)            \
+    GEMM_PREFILL(gemm_prefill_add_n##TILE_N##_c2, TILE_N, ADD, 2)            \
+    GEMM_PREFILL(gemm_prefill_swiglu_n##TILE_N##_c2, TILE_N, SWIGLU, 2)
+GEMM_PREFILL_ALL(32)
+GEMM_PREFILL_ALL(64)
+GEMM_PREFILL_ALL(96)
+GEMM_PREFILL_ALL(128)
+GEMM_PREFILL_ALL(192)
+GEMM_PREFILL_ALL(224)
+GEMM_PREFILL_ALL(256)
+#endif
+#endif

@@ -1,0 +1,322 @@
+// One token for every row of logits: engine/sampler.py on the device, the same tokens and the same logprob doubles.
+//
+//   sampler_update   the host's new or changed slots
+//   sampler_top      grid (any, rows): maximum of a row, split over blocks. The last block of a row to arrive finishes it
+//                    if it is greedy without logprobs, reports it if it has NaN, +inf or only -inf, or says what to do
+//   sampler_weigh    grid (chunks of 8192 tokens, rows): weights of the rows that draw or want logprobs, by bins of logits
+//   sampler_finish   grid (rows): where top_k and top_p end, the draw, the k best
+//
+// A row may be split over any number of blocks because nothing but maxima of ranks (distinct) and sums of integers
+// crosses a border; so the split never shows in a result. No state is left between steps except `seen`, the counts that
+// penalties need: the kernel counts what it samples, so that the next step can be launched before the host knows.
+#include "sampler_draw.cuh"
+
+// ---- sampler_update --------------------------------------------------------------------------------------------------
+
+struct SlotUpdate {  // 128 bytes, sampler.py:SLOT_UPDATE
+    SlotParams params;
+    int32_t slot;
+    int32_t clears;                    // forget what `seen` says of the slot
+    int32_t num_edits, edits;          // SlotEdit each; where they start in the buffer, in words
+    int32_t num_words, words;          // (id, word of `seen`) each
+    int32_t pad[6];
+};
+static_assert(sizeof(SlotUpdate) == 128);
+constexpr int UPDATE_THREADS = 256;
+
+// grid (any, updates). buffer: the SlotUpdates, then their lists. Each block owns a range of ids.
+extern "C" __global__ void __launch_bounds__(UPDATE_THREADS)
+sampler_update(const Common common, const int32_t* buffer, SlotParams* params, SlotEdit* edits, int max_edits, uint32_t* seen, int vocab) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    const SlotUpdate& update = reinterpret_cast<const SlotUpdate*>(buffer)[blockIdx.y];
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) params[update.slot] = update.params;
+        const SlotEdit* from = reinterpret_cast<const SlotEdit*>(buffer + update.edits);
+        for (int i = threadIdx.x; i < update.num_edits; i += UPDATE_THREADS) edits[(int64_t)update.slot * max_edits + i] = from[i];
+    }
+    int stride = (vocab + 3) & ~3, share = (stride + gridDim.x - 1) / gridDim.x;
+    int begin = min((int)blockIdx.x * share, stride), end = min(begin + share, stride);
+    uint32_t* row = seen + (int64_t)update.slot * stride;
+    if (update.clears)
+        for (int id = begin + threadIdx.x; id < end; id += UPDATE_THREADS) row[id] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < update.num_words; i += UPDATE_THREADS) {
+        int id = buffer[update.words + 2 * i];
+        if (id >= begin && id < end) row[id] = (uint32_t)buffer[update.words + 2 * i + 1];
+    }
+}
+
+// ---- sampler_top -----------------------------------------------------------------------------------------------------
+
+constexpr int TOP_THREADS = 256, TOP_WARPS = 8, TOP_LOADS = 2;
+
+// Ranks of the best raw logit and of the best edited one among begin..end, in every thread's view of its own tokens.
+__device__ __forceinline__ void best_of(const RowView& row, int begin, int end, u64& raw_best, u64& best) {
+    uint32_t raw_key = 0, key = 0;
+    int raw_id = 0, id = 0;
+    for (int start = begin + threadIdx.x * 4; start < end; start += TOP_THREADS * 4 * TOP_LOADS) {
+        float4 x[TOP_LOADS];
+#pragma unroll
+        for (int i = 0; i < TOP_LOADS; ++i) {
+            int at = start + i * TOP_THREADS * 4;
+            x[i] = at < end ? *reinterpret_cast<const float4*>(row.logits + at) : float4{};
+        }
+#pragma unroll
+        for (int i = 0; i < TOP_LOADS; ++i) {
+            int at = start + i * TOP_THREADS * 4;
+            if (at >= end) break;
+            for_four(x[i], at, row.vocab, [&](float logit, int token) {  // ids ascend: > keeps the lowest of equals
+                uint32_t k = order_key(logit);
+                if (k > raw_key) raw_key = k, raw_id = token;
+                if (row.seen != nullptr) {
+                    k = order_key(edited_logit(logit, row.seen[token], row));
+                    if (k > key) key = k, id = token;
+                }
+            });
+        }
+    }
+    raw_best = make_rank(raw_key, raw_id);
+    best = row.seen != nullptr ? make_rank(key, id) : raw_best;
+}
+
+// What is wrong with a row whose maximum is NaN, +inf or -inf (engine/sampler.py:_what_is_wrong). All threads.
+__device__ __noinline__ inline RowResult what_is_wrong(const float* logits, int vocab, uint32_t top_key) {
+    __shared__ uint32_t count, first;
+    if (threadIdx.x == 0) count = 0, first = ~0u;
+    __syncthreads();
+    for (int id = threadIdx.x; id < vocab; id += TOP_THREADS) {
+        if (order_key(logits[id]) == top_key) {
+            atomicAdd(&count, 1u);
+            atomicMin(&first, (uint32_t)id);
+        }
+    }
+    __syncthreads();
+    RowError error = top_key == KEY_NAN ? ROW_NAN : top_key == KEY_POSITIVE_INF ? ROW_POSITIVE_INF : ROW_NEGATIVE_INF;
+    return {-1, error, (int32_t)count, (int32_t)first};
+}
+
+// What the other kernels have to do for a sampled row with usable logits.
+__device__ __forceinline__ uint32_t todo_of(const SlotParams& params, int vocab) {
+    uint32_t todo = params.logprobs >= 0 ? TODO_SCORES : 0;
+    if (params.flags & SLOT_GREEDY) return todo;
+    bool filters = (params.top_k > 0 && params.top_k < vocab) || params.top_p_share < (1ull << 53);
+    return todo | TODO_DRAW | (filters ? TODO_FILTER : 0);
+}
+
+// results (rows,). logits (rows, ld) fp32, ld a multiple of 4. blockIdx.x takes `share` tokens (a multiple of 4).
+extern "C" __global__ void __launch_bounds__(TOP_THREADS)
+sampler_top(const Common common, const float* logits, int64_t ld, const RowDescriptor* rows, const SlotParams* params,
+            const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, int vocab, int share, int32_t* last_token,
+            RowResult* results) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    const RowDescriptor row = rows[blockIdx.y];
+    if (row.mode == ROW_PADDING) return;
+    const SamplerSlots slots = {params, edits, seen, max_edits};
+    const SlotParams& slot = params[row.slot];
+    const bool edited = is_edited(slot, row);
+    logits += blockIdx.y * ld;
+    RowState& state = states[blockIdx.y];
+
+    __shared__ u64 warp_raw[TOP_WARPS], warp_best[TOP_WARPS];
+    __shared__ int is_last;
+    u64 raw_best, best;
+    int begin = blockIdx.x * share;
+    best_of(view_of(logits, vocab, slots, row, edited), begin, min(begin + share, vocab), raw_best, best);
+    raw_best = warp_max(raw_best);
+    best = edited ? warp_max(best) : raw_best;
+    if ((threadIdx.x & 31) == 0) {
+        warp_raw[threadIdx.x >> 5] = raw_best;
+        warp_best[threadIdx.x >> 5] = best;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < TOP_WARPS; ++warp) {
+            raw_best = warp_raw[warp] > raw_best ? warp_raw[warp] : raw_best;
+            best = warp_best[warp] > best ? warp_best[warp] : best;
+        }
+        atomicMax(&state.raw_best, raw_best);
+        if (edited) atomicMax(&state.best, best);
+        __threadfence();
+        is_last = atomicAdd(&state.arrived, 1u) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!is_last) return;
+
+    raw_best = __ldcg(&state.raw_best);
+    best = edited ? __ldcg(&state.best) : raw_best;
+    // What this kernel itself reports of other rows of the slot (a prompt's) may be there or not yet.
+    uint32_t slot_error = common.slot_errors[row.slot] & ~(1u << ERROR_LOGITS), raw_key = rank_key(raw_best);
+    RowResult result = {rank_id(best), ROW_OK, 0, 0};
+    if (slot_error != 0) {
+        result = {-1, ROW_DEVICE, (int32_t)slot_error, 0};
+    } else if (raw_key >= KEY_POSITIVE_INF || raw_key == KEY_NEGATIVE_INF) {
+        result = what_is_wrong(logits, vocab, raw_key);
+    } else if (row.mode == ROW_SCORE) {
+        result.token = row.target;
+        if (row.target < 0 || row.target >= vocab) result = {-1, ROW_TARGET, 0, row.target};
+    } else if (rank_key(best) == KEY_NEGATIVE_INF) {
+        result = {-1, ROW_MASKED, 0, 0};
+    }
+    if (threadIdx.x != 0) return;
+    uint32_t todo = 0;
+    if (result.error == ROW_OK) todo = row.mode == ROW_SCORE ? TODO_SCORES : todo_of(slot, vocab);
+    if (todo == 0) {
+        results[blockIdx.y] = result;
+        if (result.error == ROW_OK) accept_token(slots, row.slot, result.token, vocab, last_token);
+    }
+    if (result.error != ROW_OK && result.error != ROW_DEVICE)
+        report_error(common, ERROR_LOGITS, -1, row.slot, row.position, result.first);
+    state.raw_top = rank_value(raw_best);
+    state.top = rank_value(best);
+    state.token = result.token;
+    state.todo = todo;
+    state.raw_best = state.best = 0;
+    state.arrived = 0;
+}
+
+// ---- sampler_weigh and sampler_finish --------------------------------------------------------------------------------
+
+// What both know of a row. chunk_weights, chunk_counts, raw_counts: (rows, chunks, BINS).
+__device__ __forceinline__ void describe_row(Candidates& drawn, Candidates& raw, const float* logits, int vocab, int row_index,
+                                             const RowDescriptor& row, const SamplerSlots& slots, const RowState& state,
+                                             u64* chunk_weights, uint32_t* chunk_counts, uint32_t* raw_counts) {
+    const SlotParams& slot = slots.params[row.slot];
+    const float threshold = fmaxf((float)__dadd_rn((double)state.top, __dmul_rn(slot.temperature, slot.floor)), -FLOAT_MAX);
+    const int chunks = (vocab + CHUNK - 1) / CHUNK;
+    const int64_t first = (int64_t)row_index * chunks * BINS;
+    drawn = {view_of(logits, vocab, slots, row, is_edited(slot, row)), threshold, make_bins(state.top, threshold),
+             softmax_scale((double)state.top, slot.temperature), chunk_weights + first, chunk_counts + first, chunks};
+    raw = {view_of(logits, vocab, slots, row, false), -INFINITY, make_bins(state.raw_top, state.raw_top - 32.0f),
+           softmax_scale((double)state.raw_top, 1.0), nullptr, raw_counts + first, chunks};
+}
+
+struct ChunkSums {
+    SplitSums weights;
+    uint32_t counts[BINS], raw_counts[BINS];
+    double fractions[64];
+    u64 warp_sum[FINISH_WARPS];
+};
+
+// grid (chunks, rows). Weights of a chunk, by bin where filters need them. chunk_sums: (rows, chunks).
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS, 2)
+sampler_weigh(const Common common, const float* logits, int64_t ld, const RowDescriptor* rows, const SlotParams* params,
+              const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* chunk_weights, uint32_t* chunk_counts,
+              uint32_t* raw_counts, u64* chunk_sums, int vocab) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    RowState& state = states[blockIdx.y];
+    const uint32_t todo = state.todo;
+    const RowDescriptor row = rows[blockIdx.y];
+    if (todo == 0 || row.mode == ROW_PADDING) return;
+    const bool draws = todo & TODO_DRAW, filters = todo & TODO_FILTER, scores = todo & TODO_SCORES;
+    const bool ranks = scores && params[row.slot].logprobs > 0;
+    Candidates drawn, raw;
+    describe_row(drawn, raw, logits + blockIdx.y * ld, vocab, blockIdx.y, row, {params, edits, seen, max_edits}, state, chunk_weights,
+                 chunk_counts, raw_counts);
+    // Then the two weights of a token are the same.
+    const bool same = draws && drawn.row.seen == nullptr && drawn.scale.temperature == 1.0 && drawn.threshold <= raw.bins.top - 31.5f;
+
+    __shared__ ChunkSums shared;
+    const int bin = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    shared.weights.low[bin] = shared.weights.high[bin] = shared.counts[bin] = shared.raw_counts[bin] = 0;
+    if (threadIdx.x < 64) shared.fractions[threadIdx.x] = POWER_FRACTIONS[threadIdx.x];
+    __syncthreads();
+    u64 sum = 0, raw_sum = 0;
+    const int first = blockIdx.x * CHUNK + threadIdx.x * 4, end = min((int)(blockIdx.x + 1) * CHUNK, vocab);
+    float4 next = first < end ? *reinterpret_cast<const float4*>(raw.row.logits + first) : float4{};
+#pragma unroll 1
+    for (int id = first; id < end; id += STRIP) {
+        float x[4] = {next.x, next.y, next.z, next.w};
+        if (id + STRIP < end) next = *reinterpret_cast<const float4*>(raw.row.logits + id + STRIP);
+#pragma unroll
+        for (int i = 1; i < 4; ++i)
+            if (id + i >= end) x[i] = -INFINITY;  // weighs nothing
+        if (ranks) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (id + i < end) atomicAdd(&shared.raw_counts[bin_of(x[i], raw.bins)], 1u);
+        }
+        if (scores && !same) raw_sum += weigh_four(x, raw, shared.fractions, [](int, u64) {});
+        if (!draws) continue;
+        if (drawn.row.seen != nullptr) {
+            uint4 words = *reinterpret_cast<const uint4*>(drawn.row.seen + id);
+            const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = edited_logit(x[i], word[i], drawn.row);
+        }
+        sum += weigh_four(x, drawn, shared.fractions, [&](int i, u64 weight) {
+            if (!filters) return;
+            int b = bin_of(x[i], drawn.bins);
+            atomicAdd(&shared.counts[b], 1u);
+            add_split(shared.weights, b, weight);
+        });
+    }
+    if (draws) {
+        sum = warp_sum(sum);
+        if (lane == 0) shared.warp_sum[warp] = sum;
+    }
+    if (scores && !same) {
+        raw_sum = warp_sum(raw_sum);
+        if (lane == 0 && raw_sum != 0) atomicAdd(&state.total, raw_sum);
+    }
+    __syncthreads();
+    const int64_t at = (int64_t)blockIdx.x * BINS + bin;
+    if (filters) {
+        const_cast<u64*>(drawn.chunk_weights)[at] = split_sum(shared.weights, bin);
+        const_cast<uint32_t*>(drawn.chunk_counts)[at] = shared.counts[bin];
+    }
+    if (ranks) const_cast<uint32_t*>(raw.chunk_counts)[at] = shared.raw_counts[bin];
+    if (draws && warp == 0) {
+        sum = warp_sum(lane < FINISH_WARPS ? shared.warp_sum[lane] : 0);
+        if (lane == 0) {
+            chunk_sums[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] = sum;
+            if (scores && same) atomicAdd(&state.total, sum);
+        }
+    }
+}
+
+// grid (rows). `scores`: (rows, scores_bytes).
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS, 1)
+sampler_finish(const Common common, const float* logits, int64_t ld, const RowDescriptor* rows, const SlotParams* params,
+               const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* chunk_weights, uint32_t* chunk_counts,
+               uint32_t* raw_counts, u64* chunk_sums, int vocab, int32_t* last_token, RowResult* results, uint8_t* scores,
+               int scores_bytes, int max_logprobs) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    RowState& state = states[blockIdx.x];
+    const uint32_t todo = state.todo;
+    const RowDescriptor row = rows[blockIdx.x];
+    if (todo == 0 || row.mode == ROW_PADDING) return;
+    Shared& shared = finish_memory();
+    const SamplerSlots slots = {params, edits, seen, max_edits};
+    const SlotParams& slot = params[row.slot];
+    logits += blockIdx.x * ld;
+    if (threadIdx.x == 0)
+        describe_row(shared.rows[DRAWN], shared.rows[RAW], logits, vocab, blockIdx.x, row, slots, state, chunk_weights, chunk_counts,
+                     raw_counts);
+    if (threadIdx.x < 64) shared.fractions[threadIdx.x] = POWER_FRACTIONS[threadIdx.x];
+    __syncthreads();
+
+    int token = state.token;
+    if (todo & TODO_DRAW)
+        token = draw_token(slot, row.num_generated, todo & TODO_FILTER, chunk_sums + (int64_t)blockIdx.x * ((vocab + CHUNK - 1) / CHUNK));
+    if (todo & TODO_SCORES) {
+        const int num_best = min(min(max(slot.logprobs, 0), vocab), max_logprobs);
+        if (num_best > 0) find_best(num_best);
+        uint8_t* out = scores + (int64_t)blockIdx.x * scores_bytes;
+        int32_t* ids = reinterpret_cast<int32_t*>(out + sizeof(RowScores));
+        float* values = reinterpret_cast<float*>(ids + max_logprobs);
+        for (int i = threadIdx.x; i < num_best; i += FINISH_THREADS) {
+            ids[i] = rank_id(shared.list[i]);
+            values[i] = logits[ids[i]];  // not from the rank: -0 has its own bits
+        }
+        if (threadIdx.x == 0) *reinterpret_cast<RowScores*>(out) = {state.total, logits[token], state.raw_top, num_best, 0};
+    }
+    if (threadIdx.x != 0) return;
+    results[blockIdx.x] = {token, ROW_OK, 0, 0};
+    if (row.mode == ROW_SAMPLE) accept_token(slots, row.slot, token, vocab, last_token);
+    state.total = 0;
+}

@@ -1,0 +1,186 @@
+"""Kernel files to shared libraries of the host: g++ with -DAPPLIANCE_EMULATE, once per content.
+
+A file is preprocessed first, so that kernels made by macros are found; then a line that exports each kernel is added
+and the result compiled and linked with the runtime (RUNTIME).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+KERNELS = ROOT / "kernels"
+RUNTIME = ("runtime.cpp", "memory.cpp", "report.cpp", "asynchronous.cpp", "tensor_cores.cpp")
+
+# No contraction: as nvcc -fmad=false. Wrapping and aliasing as on the device, where both are harmless.
+FLAGS = (
+    *("-std=c++20", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-math-errno"),
+)
+# The sanitizers' reports go to report.cpp. Large locals must touch the guard below a fiber's stack, not leap over it.
+CHECKS = ("-fsanitize=alignment,bounds", "-fstack-clash-protection")
+KERNEL_FLAGS = (*FLAGS, *CHECKS, "-O2", "-g1", "-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-psabi")
+RUNTIME_FLAGS = (*FLAGS, "-O3", "-g1")
+# __global__ and __launch_bounds__ survive the preprocessor, for find_kernels; the compiler itself gets nothing.
+ERASED = ("-D__global__=", "-D__launch_bounds__(...)=", "-D__cluster_dims__(...)=", "-D__maxnreg__(...)=")
+
+
+class CompileError(Exception):
+    """The compiler refused a kernel file; the text is the compiler's."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDeclaration:
+    name: str
+    max_threads: str  # the first expression in __launch_bounds__, or "0"
+
+
+def find_kernels(text: str) -> list[KernelDeclaration]:
+    """The `extern "C" __global__` functions defined or declared in preprocessed text."""
+    found: dict[str, KernelDeclaration] = {}
+    for match in re.finditer(r"\b__global__\b", text):
+        before = re.split(r"[;}]", text[max(0, match.start() - 400) : match.start()])[-1]
+        after = text[match.end() : match.end() + 1000]
+        bounds = "0"
+        launch = re.search(r"__launch_bounds__\s*\(", before + after)
+        head = re.match(r'[^;{]*?\bvoid\b', before + after, re.DOTALL)
+        if head is None or "template" in before or 'extern "C"' not in _plain(before):
+            continue
+        both = before + after
+        if launch is not None and launch.start() < both.index("{" if "{" in both else ")"):
+            argument, end = _balanced(both, launch.end())
+            bounds = _split(argument)[0]
+            both = both[: launch.start()] + both[end:]
+        name = re.search(r"\bvoid\s+(?:__attribute__\s*\(\(.*?\)\)\s*)?(\w+)\s*\(", both)
+        if name is not None:
+            found.setdefault(name[1], KernelDeclaration(name[1], bounds))
+    return list(found.values())
+
+
+def _plain(text: str) -> str:
+    return re.sub(r'extern\s+"C"', 'extern "C"', text)
+
+
+def _balanced(text: str, start: int) -> tuple[str, int]:
+    depth, position = 1, start
+    while depth and position < len(text):
+        depth += {"(": 1, ")": -1}.get(text[position], 0)
+        position += 1
+    return text[start : position - 1], position
+
+
+def _split(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def cache_folder() -> Path:
+    chosen = os.environ.get("APPLIANCE_EMULATOR_CACHE")
+    for folder in [Path(chosen)] if chosen else [ROOT / "build" / "emulator", Path(tempfile.gettempdir()) / f"appliance-emulator-{os.getuid()}"]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise CompileError("no folder to keep compiled kernels in: set APPLIANCE_EMULATOR_CACHE to a writable one")
+
+
+@lru_cache(maxsize=1)
+def _toolchain() -> str:
+    """What besides the sources decides the code: the compiler and, for -march=native, the processor."""
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    target = subprocess.run([_compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=False).stdout
+    return version + target
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise CompileError(f"{compiler} not found: the emulator needs g++ 12 or newer (or set CXX)")
+    return compiler
+
+
+def _run(command: Sequence[str], what: str) -> str:
+    done = subprocess.run([_compiler(), *command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{what} does not compile for the emulator:\n{done.stderr[:20000]}")
+    return done.stdout
+
+
+def _key(*parts: str | bytes) -> str:
+    digest = hashlib.sha256(_toolchain().encode())
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:24]
+
+
+def _publish(target: Path, command: Sequence[str], what: str) -> Path:
+    """Runs the compiler with `-o` a temporary name, then renames: workers of pytest-xdist may build the same file."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        _run([*command, "-o", str(temporary)], what)
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _runtime_objects() -> list[Path]:
+    headers = b"".join((HERE / name).read_bytes() for name in ("runtime.h", "internal.h", "context.h"))
+    objects = []
+    for name in RUNTIME:
+        key = _key(headers, (HERE / name).read_bytes(), *RUNTIME_FLAGS)
+        target = cache_folder() / f"{Path(name).stem}-{key}.o"
+        if not target.exists():
+            _publish(target, [*RUNTIME_FLAGS, "-c", str(HERE / name)], name)
+        objects.append(target)
+    return objects
+
+
+def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> tuple[Path, list[str]]:
+    """Compiles one .cu file. Returns the library and the names of its kernels."""
+    search = [f"-I{folder}" for folder in (source.parent, *includes, HERE)]
+    preprocess = ["-E", "-x", "c++", *FLAGS, "-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}", *search, str(source)]
+    text = _run(preprocess, source.name)
+    kernels = find_kernels(text)
+    text += "".join(f"\nEMULATOR_EXPORT({kernel.name}, {kernel.max_threads})" for kernel in kernels) + "\n"
+    names = [kernel.name for kernel in kernels]
+    objects = _runtime_objects()
+    key = _key(text, *(str(item) for item in objects), *KERNEL_FLAGS, *ERASED)
+    library = cache_folder() / f"{source.stem}-{'hopper' if hopper else 'portable'}-{key}.so"
+    if library.exists():
+        return library, names
+    export = _export_macro()
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        unit = Path(folder) / f"{source.stem}.ii.cpp"
+        unit.write_text(text)
+        compiled = Path(folder) / f"{source.stem}.o"
+        _run([*KERNEL_FLAGS, *ERASED, export, "-c", str(unit), "-o", str(compiled)], source.name)
+        return _publish(library, ["-shared", str(compiled), *map(str, objects)], source.name), names
+
+
+def _export_macro() -> str:
+    """EMULATOR_EXPORT does not survive the preprocessor; it is given again on the command line."""
+    text = (HERE / "cuda_export.h").read_text()
+    body = text[text.index("#define EMULATOR_EXPORT(name, max_threads)") + len("#define EMULATOR_EXPORT(name, max_threads)") :]
+    return f"-DEMULATOR_EXPORT(name,max_threads)={body.replace(chr(92) + chr(10), ' ').strip()}"

@@ -1,0 +1,230 @@
+"""Runs launches (kernels/launch.py) on the CPU, with numpy arrays as the device's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, TileMap
+from tests.kernels.emulator.build import KERNELS, CompileError, build
+
+ERROR_RING_ENTRIES = 256
+ERROR_ENTRY = np.dtype(
+    [("code", "<u4"), ("op", "<u4"), ("layer", "<i4"), ("head", "<i4"), ("slot", "<i4"), ("position", "<i4"), ("value", "<i4"), ("sm", "<u4")]
+)  # kernels/common.cuh:ErrorEntry
+ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
+DELIVERIES = {"late": 0, "early": 1, "random": 2}
+PAGE = mmap.PAGESIZE
+
+
+class EmulationError(Exception):
+    """A kernel did what it must not do: deadlock, access outside its memory, misuse of a barrier ..."""
+
+
+class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
+    _fields_ = [
+        ("invoke", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("delivery", ctypes.c_uint32),
+        ("num_multiprocessors", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class _Library:
+    """One compiled kernel file. Its runtime has one set of fibers: one launch at a time."""
+
+    def __init__(self, source: Path, hopper: bool, includes: Sequence[Path]) -> None:
+        path, self.kernels = build(source, hopper, includes)
+        self.name = source.name
+        self.handle = ctypes.CDLL(str(path))
+        self.handle.emulator_message.restype = ctypes.c_char_p
+        self.lock = threading.Lock()
+
+    def signature(self, kernel: str) -> list[str]:
+        function = getattr(self.handle, f"{kernel}__signature")
+        function.restype = ctypes.c_char_p
+        return function().decode().split()
+
+    def max_threads(self, kernel: str) -> int:
+        return int(getattr(self.handle, f"{kernel}__max_threads")())
+
+    def run(self, kernel: str, record: _LaunchRecord) -> None:
+        record.invoke = ctypes.cast(getattr(self.handle, f"{kernel}__invoke"), ctypes.c_void_p).value
+        with self.lock:
+            if self.handle.emulator_run(ctypes.byref(record)):
+                raise EmulationError(f"{kernel}: {self.handle.emulator_message().decode()}")
+
+
+_libraries: dict[tuple[Path, bool, tuple[Path, ...]], _Library] = {}
+
+
+def guarded_array(shape: int | tuple[int, ...], dtype: npt.DTypeLike, fill: int | None = None) -> npt.NDArray[Any]:
+    """An array that ends (to 16 bytes) where an unreadable page begins: reading or writing past it is an error. Filled
+    with bytes of value `fill`, else with zeros."""
+    kind = np.dtype(dtype)
+    count = int(np.prod(shape))
+    used = max(16, -(-count * kind.itemsize // 16) * 16)
+    pages = -(-used // PAGE)
+    region = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for address in (start, start + (pages + 1) * PAGE):
+        if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    array = np.frombuffer(region, dtype=kind, count=count, offset=(pages + 1) * PAGE - used).reshape(shape)
+    if fill is not None:
+        array.view(np.uint8)[...] = fill
+    return array
+
+
+class EmulatedExecutor:
+    """kernels/launch.py:Executor on the CPU.
+
+    `path`: "hopper" (HAS_SM90, HAS_WGMMA) or "portable". `seed` chooses an order of blocks and threads and when
+    asynchronous copies arrive: 0 first to last, as late as allowed; 1 last to first, at once; others shuffled. A correct
+    kernel gives the same bits under every seed. `order` and `delivery` override the seed's choice. `sources`: folders
+    that are searched for <module>.cu, before kernels/.
+    """
+
+    def __init__(
+        self,
+        path: str = "hopper",
+        seed: int = 0,
+        *,
+        max_slots: int = 255,
+        num_multiprocessors: int = 4,
+        order: str | None = None,
+        delivery: str | None = None,
+        sources: Sequence[Path] = (),
+    ) -> None:
+        if path not in ("hopper", "portable"):
+            raise ValueError(f"path {path!r}: must be hopper or portable")
+        self.path = path
+        self.num_multiprocessors = num_multiprocessors
+        self.seed = seed
+        self.order = order or ("forward", "reverse")[seed] if seed < 2 else order or "shuffled"
+        self.delivery = delivery or ("late", "early")[seed] if seed < 2 else delivery or ("random", "late")[seed % 2]
+        self.sources = (*map(Path, sources), KERNELS)
+        self.slot_errors = np.zeros(max_slots + 1, np.uint32)
+        self.trace: npt.NDArray[np.uint64] | None = None  # set it to an array to stamp the start of each launch
+        self.trace_index = 0
+        self._ring = np.zeros(8 + ERROR_RING_ENTRIES * 8, np.uint32)
+
+    @property
+    def error_entries(self) -> npt.NDArray[Any]:
+        """Reports of kernels since clear_errors, oldest first; fields as kernels/common.cuh:ErrorEntry."""
+        written = int(self._ring[0])
+        entries = self._ring[8:].view(ERROR_ENTRY)
+        first = max(0, written - ERROR_RING_ENTRIES)
+        return entries[np.arange(first, written) % ERROR_RING_ENTRIES]
+
+    def clear_errors(self) -> None:
+        self._ring[:] = 0
+        self.slot_errors[:] = 0
+
+    def array(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, fill: int | None = None) -> npt.NDArray[Any]:
+        """Device memory: see guarded_array."""
+        return guarded_array(shape, dtype, fill)
+
+    def run(self, launch: Launch) -> None:
+        """Raises EmulationError for what a kernel does wrong, CompileError, and ValueError for a launch that does not
+        fit the kernel's parameters or launch bounds."""
+        library = self._library(launch.module)
+        if launch.kernel not in library.kernels:
+            raise ValueError(f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}")
+        packed = self._pack(launch, library.signature(launch.kernel))
+        bound = library.max_threads(launch.kernel)
+        if bound and int(np.prod(launch.block)) > bound:
+            raise ValueError(f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})")
+        if any(extent < 1 for extent in (*launch.grid, *launch.block)) or max(launch.grid[1:]) > 65535:
+            raise ValueError(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
+        if launch.grid[0] % launch.cluster:
+            raise ValueError(f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks")
+        pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(item) for item in packed))
+        record = _LaunchRecord(
+            arguments=ctypes.addressof(pointers),
+            grid=launch.grid,
+            block=launch.block,
+            shared_bytes=launch.shared_bytes,
+            cluster=launch.cluster,
+            order=ORDERS[self.order],
+            delivery=DELIVERIES[self.delivery],
+            num_multiprocessors=self.num_multiprocessors,
+            seed=self.seed & (2**64 - 1),
+        )
+        library.run(launch.kernel, record)
+
+    def _library(self, module: str) -> _Library:
+        source = next((folder / f"{module}.cu" for folder in self.sources if (folder / f"{module}.cu").exists()), None)
+        if source is None:
+            raise CompileError(f"no {module}.cu in {', '.join(map(str, self.sources))}")
+        key = (source, self.path == "hopper", self.sources)
+        if key not in _libraries:
+            _libraries[key] = _Library(source, self.path == "hopper", self.sources)
+        return _libraries[key]
+
+    def _pack(self, launch: Launch, signature: list[str]) -> list[Any]:
+        if len(launch.arguments) != len(signature):
+            raise ValueError(f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}")
+        packed = []
+        for index, (argument, expected) in enumerate(zip(launch.arguments, signature, strict=True)):
+            data, given = self._encode(argument)
+            if given != expected and (given, expected) != ("i8", "p8"):
+                raise ValueError(f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}")
+            packed.append(_aligned_buffer(data))
+        return packed
+
+    def _encode(self, argument: Argument) -> tuple[bytes, str]:
+        """Bytes, and kind and size as cuda_export.h:describe."""
+        if isinstance(argument, CommonArgument):
+            trace = 0 if self.trace is None else self.trace.ctypes.data
+            fields = (self._ring.ctypes.data, self.slot_errors.ctypes.data, trace, self.trace_index, argument.layer, argument.op, 0)
+            self.trace_index += self.trace is not None
+            return struct.pack("<QQQiiII", *fields), "s40"
+        if isinstance(argument, TensorMap2D):
+            _check_tensor_map(argument)
+            fields = (argument.address, argument.rows, argument.columns, argument.row_bytes, argument.box_rows)
+            return struct.pack("<Qqqqi84x", *fields), "s128"
+        if isinstance(argument, TileMap):
+            if argument.address % 16 or not 1 <= argument.box_tiles <= 16:
+                raise ValueError(f"{argument}: the address must be a multiple of 16, box_tiles 1 to 16")
+            fields = (argument.address, argument.row_tiles, argument.k_tiles, argument.k_tiles * 2048, argument.box_tiles, 1)
+            return struct.pack("<Qqqqii80x", *fields), "s128"
+        if not isinstance(argument, np.generic):
+            raise ValueError(f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap")
+        kind = {"i": "i", "u": "i", "f": "f", "b": "i", "V": "s"}[argument.dtype.kind]
+        return argument.tobytes(), f"{kind}{argument.dtype.itemsize}"
+
+
+def _aligned_buffer(data: bytes) -> Any:
+    """A ctypes buffer aligned to 64 bytes, as a TensorMap must be."""
+    whole = ctypes.create_string_buffer(len(data) + 64)
+    offset = -ctypes.addressof(whole) % 64
+    view = (ctypes.c_char * len(data)).from_buffer(whole, offset)
+    view.raw = data
+    return view
+
+
+def _check_tensor_map(tensor: TensorMap2D) -> None:
+    """What cuTensorMapEncodeTiled refuses."""
+    if tensor.address % 16 or tensor.row_bytes % 16 or tensor.address == 0:
+        raise ValueError(f"{tensor}: address and row_bytes must be multiples of 16")
+    if not 1 <= tensor.box_rows <= 256 or not 1 <= tensor.rows <= 2**32 or not 1 <= tensor.columns <= 2**32:
+        raise ValueError(f"{tensor}: box_rows must be 1 to 256, rows and columns 1 to 2^32")
+    if tensor.row_bytes >= 2**40:
+        raise ValueError(f"{tensor}: row_bytes must be below 2^40")
