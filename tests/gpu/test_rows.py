@@ -25,9 +25,9 @@ def test_rmsnorm_prefill(device: GpuDevice) -> None:
     cases.check_rmsnorm(device, 5000, 576)
 
 
-@pytest.mark.parametrize("threads", [96, 128, 352, 1024])
-def test_rmsnorm_bits_do_not_depend_on_the_block(device: GpuDevice, threads: int) -> None:
-    cases.check_rmsnorm(device, 5, 576, threads=threads)
+@pytest.mark.parametrize("num_rows,threads", [(5, 160), (5, 352), (5, 1024), (65, 96), (65, 128), (65, 1024)])
+def test_rmsnorm_bits_do_not_depend_on_the_block(device: GpuDevice, num_rows: int, threads: int) -> None:
+    cases.check_rmsnorm(device, num_rows, 576, threads=threads)
 
 
 def test_rmsnorm_gathers_rows(device: GpuDevice) -> None:
@@ -51,7 +51,9 @@ def test_embed(device: GpuDevice) -> None:
 def test_qkv_post(device: GpuDevice, head_dim: int, family: str, sharp: bool) -> None:
     for num_rows in (1, 5, 67):
         bias, norm = family == "qwen2", family == "qwen3"
-        cases.check_qkv_post(device, cases.QkvCase(num_rows, 8, 2, head_dim, bias=bias, norm=norm, sharp=sharp))
+        for many in (False, True):
+            case = cases.QkvCase(num_rows, 8, 2, head_dim, bias=bias, norm=norm, sharp=sharp, many=many)
+            cases.check_qkv_post(device, case)
 
 
 def test_qkv_post_rows(device: GpuDevice) -> None:
@@ -60,15 +62,17 @@ def test_qkv_post_rows(device: GpuDevice) -> None:
     cases.check_qkv_post(device, cases.QkvCase(700, 9, 3, 64))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("warps", range(1, 9))
-def test_qkv_post_bits_do_not_depend_on_the_block(device: GpuDevice, warps: int) -> None:
-    cases.check_qkv_post(device, cases.QkvCase(9, 5, 1, 128, bias=True, norm=True, warps=warps))
+def test_qkv_post_bits_do_not_depend_on_the_block(device: GpuDevice, warps: int, many: bool) -> None:
+    cases.check_qkv_post(device, cases.QkvCase(9, 5, 1, 128, bias=True, norm=True, warps=warps, many=many))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("max_position", [1000, 1 << 20])
-def test_qkv_post_reports(device: GpuDevice, max_position: int, head_dim: int) -> None:
-    cases.check_qkv_post_reports(device, max_position, head_dim)
+def test_qkv_post_reports(device: GpuDevice, max_position: int, head_dim: int, many: bool) -> None:
+    cases.check_qkv_post_reports(device, max_position, head_dim, many=many)
 
 
 def test_qkv_post_padding_row(device: GpuDevice) -> None:

@@ -189,7 +189,8 @@ class QkvCase:
     head_dim: int
     bias: bool = False
     norm: bool = False
-    warps: int | None = None
+    warps: int = 4
+    many: bool | None = None
     seed: int = 0
 
     sharp: bool = False  # inputs that show a wrong last bit of float32 in the bf16 results
@@ -259,7 +260,7 @@ class QkvCase:
                 *(buffer.address for buffer in held), q.address, k.address, v.address, num_rows=self.num_rows,
                 num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
                 table_width=self.table_width, num_pages=self.num_pages, max_slots=self.num_rows,
-                max_position=self.max_position, layer=7, eps=self.eps, warps=self.warps,
+                max_position=self.max_position, layer=7, eps=self.eps, warps=self.warps, many=self.many,
                 **{name: buffer.address for name, buffer in optional.items()},
             )
         )  # fmt: skip
@@ -315,27 +316,24 @@ def check_qkv_post(device: Device, case: QkvCase) -> None:
         assert np.all(pages == POISON)
 
 
-def check_qkv_post_reports(device: Device, max_position: int, head_dim: int) -> None:
+def check_qkv_post_reports(device: Device, max_position: int, head_dim: int, *, many: bool = False) -> None:
     """Bad positions and pages write nothing; NaN and Inf are written, and reported with their head and element."""
-    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=head_dim)
-    case.max_position = max_position
+    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=head_dim, many=many)
+    n_pages, case.max_position = case.num_pages, max_position
     first_bad = min(max_position, case.table_width * PAGE_TOKENS)
-    case.tables[case.slots[0]] = case.num_pages  # the dummy page is not for this slot
+    case.tables[case.slots[0]] = n_pages  # the dummy page is not for this slot
     case.tables[case.slots[1]] = -1
-    case.tables[case.slots[2]] = case.num_pages + 1
+    case.tables[case.slots[2]] = n_pages + 1
     case.positions[3], case.positions[4] = -1, first_bad
     half = head_dim // 2
     case.qkv[5, head_dim + half + 5 : 2 * head_dim] = np.nan  # head 1; rope spreads them to the first half
     case.qkv[6, -2:] = np.inf  # v of KV head 0: head 3
     case.run(device)
-    heads = range(4)
-    wanted = {(int(case.slots[0]), PAGE_RANGE, head, case.num_pages) for head in heads}
-    wanted |= {(int(case.slots[1]), PAGE_RANGE, head, -1) for head in heads}
-    wanted |= {(int(case.slots[2]), PAGE_RANGE, head, case.num_pages + 1) for head in heads}
-    wanted |= {(int(case.slots[3]), POSITION_RANGE, head, -1) for head in heads}
-    wanted |= {(int(case.slots[4]), POSITION_RANGE, head, first_bad) for head in heads}
+    wanted = {(int(case.slots[row]), PAGE_RANGE, -1, page) for row, page in enumerate((n_pages, -1, n_pages + 1))}
+    wanted |= {(int(case.slots[row]), POSITION_RANGE, -1, value) for row, value in ((3, -1), (4, first_bad))}
     wanted |= {(int(case.slots[5]), NONFINITE, 1, head_dim + 5), (int(case.slots[6]), NONFINITE, 3, 4 * head_dim - 2)}
     errors = device.take_errors()
+    assert len(errors) == len(wanted)
     assert {(e["slot"], e["code"], e["head"], e["value"]) for e in errors} == wanted
     assert {(e["op"], e["layer"]) for e in errors} == {(4, 7)}
     position_of = {int(slot): int(position) for slot, position in zip(case.slots, case.positions)}

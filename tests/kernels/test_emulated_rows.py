@@ -53,11 +53,13 @@ def device(request: pytest.FixtureRequest) -> EmulatedDevice:
 @pytest.mark.parametrize("hidden", [1, 7, 60, 300, 576, 1000, 4096, 8192, 8200, 20000])
 def test_rmsnorm(device: EmulatedDevice, hidden: int) -> None:
     cases.check_rmsnorm(device, 3, hidden)
+    if hidden <= 576:
+        cases.check_rmsnorm(device, 65, hidden)
 
 
-@pytest.mark.parametrize("threads", [96, 128, 352, 1024])
-def test_rmsnorm_bits_do_not_depend_on_the_block(device: EmulatedDevice, threads: int) -> None:
-    cases.check_rmsnorm(device, 5, 576, threads=threads)
+@pytest.mark.parametrize("num_rows,threads", [(5, 160), (5, 352), (5, 1024), (65, 96), (65, 128), (65, 1024)])
+def test_rmsnorm_bits_do_not_depend_on_the_block(device: EmulatedDevice, num_rows: int, threads: int) -> None:
+    cases.check_rmsnorm(device, num_rows, 576, threads=threads)
 
 
 def test_rmsnorm_gathers_rows(device: EmulatedDevice) -> None:
@@ -78,12 +80,13 @@ def test_embed(device: EmulatedDevice, num_rows: int, hidden: int) -> None:
 def test_qkv_post(device: EmulatedDevice, head_dim: int, family: str) -> None:
     bias, norm = family == "qwen2", family == "qwen3"
     cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm))
-    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm, sharp=True))
+    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm, sharp=True, many=True))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("warps", [1, 3, 8])
-def test_qkv_post_bits_do_not_depend_on_the_block(device: EmulatedDevice, warps: int) -> None:
-    cases.check_qkv_post(device, cases.QkvCase(3, 5, 1, 128, bias=True, norm=True, warps=warps))
+def test_qkv_post_bits_do_not_depend_on_the_block(device: EmulatedDevice, warps: int, many: bool) -> None:
+    cases.check_qkv_post(device, cases.QkvCase(3, 5, 1, 128, bias=True, norm=True, warps=warps, many=many))
 
 
 @pytest.mark.parametrize("num_rows", [1, 67])
@@ -91,10 +94,11 @@ def test_qkv_post_rows(device: EmulatedDevice, num_rows: int) -> None:
     cases.check_qkv_post(device, cases.QkvCase(num_rows, 3, 3, 64))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("max_position", [1000, 1 << 20])
-def test_qkv_post_reports(device: EmulatedDevice, max_position: int, head_dim: int) -> None:
-    cases.check_qkv_post_reports(device, max_position, head_dim)
+def test_qkv_post_reports(device: EmulatedDevice, max_position: int, head_dim: int, many: bool) -> None:
+    cases.check_qkv_post_reports(device, max_position, head_dim, many=many)
 
 
 def test_qkv_post_padding_row(device: EmulatedDevice) -> None:
