@@ -88,8 +88,8 @@ __device__ __forceinline__ Item find_item(const Common& common, const Decode& d,
     return item;
 }
 
-template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item, int token) {
-    return (((int64_t)item.page * d.num_kv_heads + blocks.kv_head(item.block)) * PAGE_TOKENS + token) * DP;
+template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item) {
+    return ((int64_t)item.page * d.num_kv_heads + blocks.kv_head(item.block)) * (PAGE_TOKENS * DP);
 }
 
 __host__ __device__ constexpr int padded_row(int dp) { return dp * 2 + 16; }  // bytes from one row of q to the next in shared memory
@@ -102,9 +102,9 @@ template <int DP> __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint3
 
 // Scores of this warp's 32 keys; invisible ones -inf. Leaves the maxima of its keys for the other warps.
 template <int DP>
-__device__ __forceinline__ void item_scores(float (&t)[4][4], Exchange& exchange, uint32_t k_page, uint32_t q, int heads, const Item& item, int warp, int lane) {
+__device__ __forceinline__ void item_scores(float (&t)[16], Exchange& exchange, uint32_t k_page, uint32_t q, int heads, const Item& item, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) t[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < 16; i++) t[i] = 0.0f;
     if (warp * GROUP_KEYS < item.end && (warp + 1) * GROUP_KEYS > item.first) {
         uint32_t zeros = ptx::shared_address(&exchange.zeros);
 #pragma unroll
@@ -130,11 +130,11 @@ __device__ __forceinline__ float row_maximum(const Exchange& exchange, int row, 
 }
 
 // P of this warp's keys, for all warps. Returns m_page of rows g and g + 8.
-__device__ __forceinline__ float2 item_probabilities(const float (&t)[4][4], Exchange& exchange, float scale_log2, int warp, int lane) {
+__device__ __forceinline__ float2 item_probabilities(const float (&t)[16], Exchange& exchange, float scale_log2, int warp, int lane) {
     float2 m = make_float2(row_maximum(exchange, lane >> 2, scale_log2), row_maximum(exchange, (lane >> 2) + 8, scale_log2));
     uint32_t p[2][4];
     float2 sum;
-    probabilities(p, sum.x, sum.y, &t[0][0], m.x == MINUS_INFINITY ? 0.0f : m.x, m.y == MINUS_INFINITY ? 0.0f : m.y, scale_log2);
+    probabilities(p, sum.x, sum.y, t, m.x == MINUS_INFINITY ? 0.0f : m.x, m.y == MINUS_INFINITY ? 0.0f : m.y, scale_log2);
     exchange.sums[warp][lane] = sum;
 #pragma unroll
     for (int half = 0; half < 2; half++) exchange.p[2 * warp + half][lane] = make_uint4(p[half][0], p[half][1], p[half][2], p[half][3]);
@@ -147,9 +147,9 @@ __device__ __forceinline__ float2 item_sum(const Exchange& exchange, int lane) {
 }
 
 // o of this warp's quarter of the columns.
-template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 32][4], const Exchange& exchange, uint32_t v_page, const Item& item, int warp, int lane) {
+template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 8], const Exchange& exchange, uint32_t v_page, const Item& item, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < DP / 8; i++) o[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < DP / 8; i++) o[i] = 0.0f;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         if (group * GROUP_KEYS >= item.end || (group + 1) * GROUP_KEYS <= item.first) continue;
@@ -166,12 +166,6 @@ template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 32
     }
 }
 
-// Zeroes V from `end` to the end of its group of 32 keys. All computing threads.
-template <int DP> __device__ __forceinline__ void zero_tail(uint8_t* v_page, int end, int thread) {
-    int from = end * (DP / 8), to = (end + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS * (DP / 8);
-    for (int i = from + thread; i < to; i += COMPUTE_THREADS) reinterpret_cast<uint4*>(v_page)[i] = make_uint4(0, 0, 0, 0);
-}
-
 __device__ __forceinline__ void store_pair(const Decode& d, int row, int head, int column, float x, float y) {
     if (column < d.head_dim) *reinterpret_cast<uint32_t*>(d.out + (int64_t)row * d.ld_out + head * d.head_dim + column) = ptx::pair_bf16(x, y);
 }
@@ -181,7 +175,7 @@ template <int DP> __device__ __forceinline__ float* partial_of(const Decode& d, 
 }
 
 template <int DP>
-__device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& blocks, const Item& item, float2 m, float2 l, const float (&o)[DP / 32][4], int warp, int lane) {
+__device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& blocks, const Item& item, float2 m, float2 l, const float (&o)[DP / 8], int warp, int lane) {
     int heads = blocks.heads(item.block), head0 = blocks.first_head(item.block);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -193,13 +187,13 @@ __device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& bl
             float inverse_l = inverse(row_l);
 #pragma unroll
             for (int tile = 0; tile < DP / 32; tile++)
-                store_pair(d, item.row, head0 + row, column0 + tile * 8, finish(o[tile][2 * half], inverse_l), finish(o[tile][2 * half + 1], inverse_l));
+                store_pair(d, item.row, head0 + row, column0 + tile * 8, finish(o[4 * tile + 2 * half], inverse_l), finish(o[4 * tile + 2 * half + 1], inverse_l));
         } else {
             float* target = partial_of<DP>(d, item.place, head0 + row);
             if (warp == 0 && (lane & 3) == 0) *reinterpret_cast<float2*>(target) = make_float2(row_m, row_l);
 #pragma unroll
             for (int tile = 0; tile < DP / 32; tile++)
-                *reinterpret_cast<float2*>(target + 8 + column0 + tile * 8) = make_float2(o[tile][2 * half], o[tile][2 * half + 1]);
+                *reinterpret_cast<float2*>(target + 8 + column0 + tile * 8) = make_float2(o[4 * tile + 2 * half], o[4 * tile + 2 * half + 1]);
         }
     }
 }
@@ -269,14 +263,15 @@ template <int DP, int STAGES>
 __device__ __forceinline__ void produce(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Item* items,
                                         uint64_t* full, uint64_t* empty, int lane) {
     using R = Ring<DP, STAGES>;
+    using P = Panels<DP>;
     // K and V of the first items into L2 while the kernels before us end. The metadata may still be another step's: a
     // prefetch from a wrong page is only wasted.
     for (int n = 0; n < 2; n++) {
         int index = blockIdx.x + n * gridDim.x;
         if (index >= __ldcg(d.page_prefix + d.rows) * num_blocks) break;
         Item item = find_item(common, d, blocks, num_blocks, index, lane, false);
-        int64_t offset = page_offset<DP>(d, blocks, item, 0);
-        if (lane < 2 && item.end > 0) ptx::bulk_prefetch_l2((lane == 0 ? d.k_layer : d.v_layer) + offset, item.end * DP * 2);
+        if (lane < 2 * P::COUNT && item.end > 0)
+            ptx::bulk_prefetch_l2((lane & 1 ? d.v_layer : d.k_layer) + page_offset<DP>(d, blocks, item) + (lane >> 1) * (P::PANEL_BYTES / 2), item.end * P::ROW_BYTES);
     }
     ptx::wait_for_previous();
     int stage = 0, parity = 1, q_slot = 0;
@@ -284,7 +279,7 @@ __device__ __forceinline__ void produce(const Common& common, const Decode& d, c
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         Item item = find_item(common, d, blocks, num_blocks, index, lane, true);
         int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * DP * 2;
-        int64_t offset = page_offset<DP>(d, blocks, item, from);
+        int64_t offset = page_offset<DP>(d, blocks, item);
         for (int value = 0; value < 2; value++) {
             if (lane == 0) {
                 ptx::mbarrier_wait(&empty[stage], parity);
@@ -297,7 +292,11 @@ __device__ __forceinline__ void produce(const Common& common, const Decode& d, c
                 } else {
                     ptx::mbarrier_arrive_expect(&full[stage], bytes);
                 }
-                ptx::bulk_copy(pages + stage * R::PAGE_BYTES + from * DP * 2, (value ? d.v_layer : d.k_layer) + offset, bytes, &full[stage]);
+#pragma unroll
+                for (int panel = 0; panel < P::COUNT; panel++) {
+                    int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
+                    ptx::bulk_copy(pages + stage * R::PAGE_BYTES + place, (value ? d.v_layer : d.k_layer) + offset + place / 2, bytes / P::COUNT, &full[stage]);
+                }
             }
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             parity ^= stage == 0;
@@ -317,7 +316,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         ptx::mbarrier_wait(&full[stage], parity);
         Item item = items[stage];
-        float t[4][4], o[DP / 32][4];
+        float t[16], o[DP / 8];
         item_scores<DP>(t, exchange, ptx::shared_address(pages + stage * R::PAGE_BYTES), ptx::shared_address(q_rows + q_slot * R::Q_BYTES), blocks.heads(item.block), item, warp, lane);
         q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
         __syncwarp();
@@ -329,7 +328,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
         uint8_t* v_page = pages + stage * R::PAGE_BYTES;
         ptx::mbarrier_wait(&full[stage], parity);
         if (item.end % GROUP_KEYS != 0) {
-            zero_tail<DP>(v_page, item.end, thread);
+            zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
             ptx::fence_async_shared();  // a bulk copy overwrites the zeros later
         }
         ptx::named_barrier(1, COMPUTE_THREADS);
@@ -370,12 +369,6 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
 
 #else
 
-// Copies tokens [from, end) of a page to shared memory; the copies are one commit group.
-template <int DP> __device__ __forceinline__ void load_page(uint8_t* target, const bf16* source, int from, int end) {
-    for (int i = from * (DP / 8) + threadIdx.x; i < end * (DP / 8); i += COMPUTE_THREADS) ptx::cp_async_16(ptx::shared_address(target + i * 16), source + i * 8);
-    ptx::cp_async_commit();
-}
-
 template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
     constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
     constexpr int V_OFFSET = DP == 256 ? 0 : PAGE_BYTES;  // with 256 columns V takes the place of K: 99 KB is all that sm_86 has
@@ -390,25 +383,28 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         Item item = find_item(common, d, blocks, num_blocks, index, lane, warp == 0);
         int from = item.first / GROUP_KEYS * GROUP_KEYS, heads = blocks.heads(item.block);
-        int64_t offset = page_offset<DP>(d, blocks, item, 0);
+        int64_t offset = page_offset<DP>(d, blocks, item);
         const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
         for (int i = thread; i < heads * (DP / 8); i += COMPUTE_THREADS)
             ptx::cp_async_16(ptx::shared_address(q_rows + i / (DP / 8) * padded_row(DP) + i % (DP / 8) * 16), q + i * 8);
-        load_page<DP>(smem, d.k_layer + offset, from, item.end);
+        load_tokens<DP>(smem, d.k_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+        ptx::cp_async_commit();
         if (V_OFFSET != 0) {
-            load_page<DP>(v_page, d.v_layer + offset, from, item.end);
+            load_tokens<DP>(v_page, d.v_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+            ptx::cp_async_commit();
             ptx::cp_async_wait<1>();
         } else {
             ptx::cp_async_wait<0>();
         }
         __syncthreads();
-        float t[4][4], o[DP / 32][4];
+        float t[16], o[DP / 8];
         item_scores<DP>(t, exchange, ptx::shared_address(smem), ptx::shared_address(q_rows), heads, item, warp, lane);
         __syncthreads();
-        if (V_OFFSET == 0) load_page<DP>(v_page, d.v_layer + offset, from, item.end);
+        if (V_OFFSET == 0) load_tokens<DP>(v_page, d.v_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+        ptx::cp_async_commit();
         float2 m = item_probabilities(t, exchange, d.scale_log2, warp, lane);
         ptx::cp_async_wait<0>();
-        if (item.end % GROUP_KEYS != 0) zero_tail<DP>(v_page, item.end, thread);
+        zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
         __syncthreads();
         float2 l = item_sum(exchange, lane);
         item_values<DP>(o, exchange, ptx::shared_address(v_page), item, warp, lane);

@@ -124,6 +124,11 @@ template <int N> inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], ui
     static_assert(N % 8 == 0 && N >= 8 && N <= 256);
     emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line);
 }
+// A from registers, B N-major.
+template <int N> inline void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate, EMULATOR_SITE) {
+    static_assert(N == 64);
+    emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line, true);
+}
 #endif
 
 }  // namespace ptx
