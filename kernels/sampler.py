@@ -73,7 +73,7 @@ of that token in its sequence, only for reports."""
 ROW_RESULT = np.dtype([("token", "<i4"), ("error", "<u4"), ("count", "<i4"), ("first", "<i4")])
 """sampler_state.cuh:RowResult, 16 bytes."""
 
-_NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET = 1, 2, 3, 4, 5, 6  # RowError
+_NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET, _UNFINISHED = 1, 2, 3, 4, 5, 6, 7  # RowError
 _DEVICE_ERRORS = ("", "a page outside the KV pool", "a position outside its table", "a token id outside the vocabulary",
                   "NaN or Inf", "unusable logits")  # common.cuh:ErrorCode  # fmt: skip
 
@@ -82,6 +82,7 @@ _TOP_THREADS, _FINISH_THREADS, _UPDATE_THREADS = 256, 512, 256
 _TOP_SHARE = 2048  # tokens of a block: what its threads load at once
 _TOP_BLOCKS_PER_SM = 8
 _UPDATE_BLOCKS = 16
+_FINISH_SHARED = 80 << 10
 _MAX_EDITS = 2047  # 11 bits of a word of `seen`
 _MAX_COUNT = (1 << 20) - 1
 _ALIGNMENT = 256
@@ -192,7 +193,7 @@ def sample_launches(
            np.int32(max(shape.max_edits, 1)), at["seen"], at["states"])  # fmt: skip
     histograms = (at["chunk_weights"], at["chunk_counts"], at["raw_counts"], at["chunk_sums"])
     blocks = max(1, _TOP_BLOCKS_PER_SM * num_multiprocessors // num_rows)
-    share = max(_TOP_SHARE, -(-shape.vocab_size // blocks // 4) * 4 + 4)
+    share = -(-shape.vocab_size // (blocks * _TOP_SHARE)) * _TOP_SHARE
     top = Launch(
         "sampler", "sampler_top", (-(-shape.vocab_size // share), num_rows, 1), (_TOP_THREADS, 1, 1),
         (*row, vocab, np.int32(share), address(last_token), address(results)),
@@ -205,7 +206,7 @@ def sample_launches(
     finish = Launch(
         "sampler", "sampler_finish", (num_rows, 1, 1), (_FINISH_THREADS, 1, 1),
         (*row, *histograms, vocab, address(last_token), address(results), address(scores), np.int32(shape.scores.itemsize),
-         np.int32(shape.max_logprobs)),
+         np.int32(shape.max_logprobs)), _FINISH_SHARED,
     )  # fmt: skip
     return top, weigh, finish
 
@@ -370,6 +371,8 @@ def _what_is_wrong(result: np.void, vocab_size: int) -> str:
         return f"all {vocab_size} logits are -inf"
     if error == _MASKED:
         return "every token with a finite logit is masked by min_tokens"
+    if error == _UNFINISHED:
+        return "this row needs all kernels of sample_launches, not greedy_only"
     if error == _DEVICE:
         names = [name for bit, name in enumerate(_DEVICE_ERRORS) if name and count >> bit & 1]
         return f"a kernel before the sampler reported {' and '.join(names) or hex(count)}"

@@ -79,15 +79,27 @@ def test_any_kind_of_row(kind, size):
         run_states(device, make_row(kind, size, size), states)
 
 
-@pytest.mark.parametrize("kind", ["peaked", "equal", "ties", "clumped", "some -inf", "far below"])
-def test_rows_of_several_chunks_and_bins_that_must_be_split(kind):
-    """More than 8192 tokens: several blocks a row; ties beyond what one list holds."""
-    size = 20_001
-    device = make_device(size, rows=4)
+LARGE = [
+    {},
+    {"top_p": 0.6},
+    {"top_p": 0.97},
+    {"top_k": 2500, "top_p": 0.9},
+    {"top_k": 9000},
+    {"top_k": 12_000, "top_p": 0.99},
+    {"top_k": 12_000, "top_p": 0.2},
+    {"top_k": 5000, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS if FULL else ["peaked", "flat", "equal", "ties", "clumped", "far below"])
+def test_rows_of_several_chunks_and_more_candidates_than_a_list_holds(kind):
+    """Rows of 4 chunks of 8192 tokens; ties and nuclei beyond the 8192 entries of the list."""
+    size = 30_001
+    device = make_device(size, rows=len(LARGE))
     for temperature in (1.0, 0.7):
         states = [
             SampleState(sampling(seed=5, temperature=temperature, logprobs=20, **options), [], size, 0)
-            for options in ({}, {"top_p": 0.6}, {"top_k": 2500, "top_p": 0.9}, {"top_k": 5000, "min_p": 0.001})
+            for options in LARGE
         ]
         run_states(device, make_row(kind, 1, size), states)
 
@@ -146,7 +158,7 @@ def test_a_target_outside_the_vocabulary():
             device.step([Row(make_row("peaked", 1, 50), 0, state, target=target)])
 
 
-@settings(deadline=None, max_examples=400 if FULL else 40)
+@settings(deadline=None, max_examples=1000 if FULL else 120)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from(sorted(KINDS)), st.integers(0, 5))
 def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
     """Counts for penalties live on the device: the host's SampleState is told each token and must agree to the end."""
@@ -157,7 +169,6 @@ def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
         prompt = [int(i) for i in rng.integers(0, vocab_size, int(rng.integers(0, 30)))]
         states.append(SampleState(random_params(rng, vocab_size, 20, 60), prompt, vocab_size, int(rng.integers(0, 3))))
     slots = [int(i) for i in rng.permutation(5)[:4]]
-    device.shape.num_slots  # noqa: B018
     device.set_slots(dict(zip(slots, states)))
     for step in range(4):
         rows: list[Row | None] = [
