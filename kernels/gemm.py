@@ -1,7 +1,7 @@
 """Launches of the matrix products y = x W^T: which kernel, which grid.
 
 Pure functions of shapes and device addresses (int). Mathematics, epilogues and layouts stand at the top of
-kernels/gemm_decode.cu (few rows, sm_90), kernels/gemm_prefill.cu (many rows, sm_90a) and kernels/gemm_portable.cu (any).
+kernels/gemm_decode.cu (few rows), kernels/gemm_prefill.cu (many rows, sm_90a) and kernels/gemm_portable.cu (any).
 All give the same bits for an element of the result, whatever the number of rows: the choice is one of speed alone.
 Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
 """
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kernels.gemm_prefill import prefill_launch, prefill_plan
-from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
+from kernels.launch import CommonArgument, Executor, Launch, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
@@ -22,35 +22,47 @@ Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
-_DECODE_BUCKETS = (8, 16, 32, 64)
-_PIECE_TILES = 2  # gemm_decode.cu:PIECE_TILES
-_SHARED_BYTES = 100 << 10  # two blocks a multiprocessor (227 KB): the next kernel's fills its rings while ours ends
-_LOOKAHEAD_BYTES = 128 << 10  # a block asks for so much of L2 beyond its rings
-_BARRIER_BYTES = 16  # full and empty, of one stage
-
+_STAGE_BYTES = 2 * TILE_BYTES  # of a team's weights
 _i32 = np.int32
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One compiled form of gemm_decode.cu (see KERNELS there)."""
+
+    rows: int  # of x
+    split: int  # warps of a team
+    stages: int  # of a team's ring
+    chunk: int  # stages of x copied together
+    max_teams: int
+
+    @property
+    def x_bytes(self) -> int:
+        chunks = -(-(self.stages - 1) // self.chunk) + 1
+        return chunks * self.chunk * self.rows * 2 * TILE_COLUMNS * 2
+
+
+_NARROW = (_Variant(8, 1, 8, 4, 3), _Variant(16, 1, 6, 1, 3), _Variant(32, 2, 6, 1, 3), _Variant(64, 2, 4, 1, 3))
+_WIDE = (_Variant(8, 1, 3, 2, 8), _Variant(16, 1, 3, 1, 8), _Variant(32, 1, 3, 1, 8), _Variant(64, 1, 3, 1, 5))
+_AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How gemm_decode.cu is launched for one shape. The bits of the result do not depend on it."""
 
-    bucket: int  # rows of x a block holds: the kernel variant
+    variant: _Variant
     blocks: int
-    lanes: int  # row tiles a block works on at a time
-    w_stages: int  # pieces of each lane's ring
-    x_stages: int
-    lookahead: int  # pieces
-    cluster: int = 1
+    teams: int  # row tiles a block works on at a time
+    ahead: int  # stages
 
     @property
     def threads(self) -> int:
-        return (2 + self.lanes * _split(self.bucket)) * 32
+        return self.teams * self.variant.split * 32
 
     @property
     def shared_bytes(self) -> int:
-        w_bytes = self.lanes * self.w_stages * (_PIECE_TILES * TILE_BYTES + _BARRIER_BYTES)
-        return w_bytes + self.x_stages * (_x_piece_bytes(self.bucket) + _BARRIER_BYTES)
+        return self.variant.x_bytes + self.teams * self.variant.stages * _STAGE_BYTES
 
 
 def gemm_launch(
@@ -68,8 +80,8 @@ def gemm_launch(
     op: int,
     layer: int = -1,
 ) -> Launch:
-    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which adds
-    to what is there), bf16 for swiglu (N/2 columns). Raises ValueError for a shape no kernel takes."""
+    """out = epilogue(x W^T). x (M, ld_x) bf16, W tiled bf16 (N, k_pad), out (M, ld_out): fp32 for f32 and add (which
+    adds to what is there), bf16 for swiglu (N/2 columns). Raises ValueError for a shape no kernel takes."""
     check_shape(epilogue, num_rows=num_rows, num_outputs=num_outputs, k_pad=k_pad, ld_x=ld_x, ld_out=ld_out)
     shape = {"num_rows": num_rows, "num_outputs": num_outputs, "k_pad": k_pad, "ld_x": ld_x, "ld_out": ld_out}
     if executor.path != "hopper":
@@ -100,16 +112,12 @@ def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors
     """Fill the multiprocessors with one block each, evenly, in one wave. kernels/LOG.md has the measurements."""
     if not 1 <= num_rows <= DECODE_ROWS:
         raise ValueError(f"{num_rows} rows; the decode kernels take 1 to {DECODE_ROWS}")
-    bucket = next(size for size in _DECODE_BUCKETS if num_rows <= size)
     tiles = -(-num_outputs // TILE_ROWS)
     share = -(-tiles // num_multiprocessors)  # of the block with most
-    blocks = -(-tiles // share)
-    passes = -(-share // (4 if bucket == 64 else 7))
-    lanes = -(-share // passes)
-    pieces = -(-k_pad // (_PIECE_TILES * TILE_COLUMNS)) * passes
-    w_bytes, x_bytes = lanes * _PIECE_TILES * TILE_BYTES, _x_piece_bytes(bucket)
-    stages = max(2, _SHARED_BYTES // (w_bytes + x_bytes))
-    return DecodePlan(bucket, blocks, lanes, min(stages, pieces), min(stages, pieces), _LOOKAHEAD_BYTES // w_bytes)
+    narrow, wide = next((n, w) for n, w in zip(_NARROW, _WIDE, strict=True) if num_rows <= n.rows)
+    variant = narrow if share <= narrow.max_teams else wide
+    teams = -(-share // -(-share // variant.max_teams))
+    return DecodePlan(variant, -(-tiles // share), teams, _AHEAD_BYTES // (teams * _STAGE_BYTES))
 
 
 def decode_launch(
@@ -130,16 +138,14 @@ def decode_launch(
     """gemm_decode.cu as `plan` says. Parameters as gemm_launch."""
     return Launch(
         module="gemm_decode",
-        kernel=f"gemm_decode_{epilogue}_m{plan.bucket}",
+        kernel=f"gemm_decode_{epilogue}_m{plan.variant.rows}_s{plan.variant.stages}",
         grid=(plan.blocks, 1, 1),
         block=(plan.threads, 1, 1),
         arguments=(
-            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.bucket), address(w), address(out),
-            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.lanes), _i32(plan.w_stages),
-            _i32(plan.x_stages), _i32(plan.lookahead),
+            CommonArgument(op, layer), address(x), _i32(ld_x), address(w), address(out),
+            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams), _i32(plan.ahead),
         ),
         shared_bytes=plan.shared_bytes,
-        cluster=plan.cluster,
     )  # fmt: skip
 
 
@@ -171,12 +177,3 @@ def portable_launch(
         ),
         shared_bytes=stages * (row_tiles * TILE_BYTES + tokens * TILE_COLUMNS * 2),
     )  # fmt: skip
-
-
-def _split(bucket: int) -> int:
-    """Warps that share a row tile (gemm_decode.cu:SPLIT)."""
-    return 2 if bucket == 64 else 1
-
-
-def _x_piece_bytes(bucket: int) -> int:
-    return _PIECE_TILES * TILE_COLUMNS * 2 * bucket

@@ -1,7 +1,7 @@
 """Test bodies of the matrix products (kernels/gemm.py), for the emulator and the GPU alike.
 
-`Problem` makes fresh random inputs and the float64 result with a bound on the error of each element; a body runs a launch
-on a poisoned output and compares. Everything outside the result must keep its poison.
+`Problem` makes fresh random inputs and the float64 result with a bound on the error of each element; a body runs a
+launch on a poisoned output and compares. Everything outside the result must keep its poison.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Loaded:
         before = self._out()
         buffer: Buffer = self.device.put(before)
         self.device.run(
-            launcher(problem.epilogue, self.x.address, self.w.address, buffer.address, **problem.shape, op=Op.QKV, layer=0)
+            launcher(
+                problem.epilogue, self.x.address, self.w.address, buffer.address, **problem.shape, op=Op.QKV, layer=0
+            )
         )
         after = buffer.read().reshape(before.shape)
         result = after[: problem.m, : problem.columns].copy()
