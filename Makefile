@@ -8,7 +8,7 @@ BACKEND := cpu
 export PYTHON
 BIN = .venv/bin
 
-.PHONY: help demo serve test test-full bench soak lint setup setup-dev setup-bench lock clean
+.PHONY: help demo serve test test-full test-gpu kernels bench soak lint setup setup-dev setup-gpu setup-bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,12 @@ test: setup-dev ## all tests, reduced counts (what CI runs)
 test-full: setup-dev ## the issues' full counts (about half an hour)
 	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 1800
 
+test-gpu: setup-gpu kernels ## the tests that need an NVIDIA GPU (a skip for want of one is a failure)
+	@APPLIANCE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu --timeout 1800 tests
+
+kernels: setup ## compile the CUDA kernels into kernels/fatbin (needs nvcc 13.0, no GPU)
+	@$(BIN)/python -m kernels.build
+
 bench: setup-bench ## our figures beside the peers', in one run
 	@$(BIN)/python -m tests.bench
 
@@ -39,6 +45,9 @@ setup: ## the venv for demo and serve
 
 setup-dev: ## the venv for the tests
 	@.ci/setup dev
+
+setup-gpu:
+	@.ci/setup gpu
 
 setup-bench:
 	@.ci/setup bench
