@@ -6,7 +6,7 @@ launch on a poisoned output and compares. Everything outside the result must kee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,22 +66,27 @@ class Problem:
             return layout.tile(layout.interleave_gate_up(self.w[: self.n // 2], self.w[self.n // 2 :]))
         return layout.tile(self.w)
 
-    def expected(self) -> tuple[Array, Array]:
-        """The result in float64, and the largest error allowed for each element."""
-        x, w = from_bf16(self.x).astype(np.float64), from_bf16(self.w).astype(np.float64)
-        exact, steps = x @ w.T, layout.padded_columns(self.k) / 16
-        error = steps * STEP_ERROR * (np.abs(x) @ np.abs(w).T)
+    def expected(self, columns: Array | None = None) -> tuple[Array, Array]:
+        """The result in float64 and the largest error allowed for each element; all columns, or those."""
+        columns = np.arange(self.columns) if columns is None else columns
+        x = from_bf16(self.x).astype(np.float64)
+        exact, error = self._products(x, columns)
         if self.epilogue == "f32":
             return exact, error
         if self.epilogue == "add":
-            total = self.residual.astype(np.float64) + exact
+            total = self.residual[:, columns].astype(np.float64) + exact
             return total, error + 2.0**-24 * np.abs(total)
-        half = self.n // 2
-        g, u, dg, du = exact[:, :half], exact[:, half:], error[:, :half], error[:, half:]
+        (g, dg), (u, du) = (exact, error), self._products(x, columns + self.n // 2)
         silu = g / (1 + np.exp(-g))
         # |silu'| <= 1.1; exp and its argument's rounding: 2^-22 (2 + |g|) relative
         slack = 1.1 * dg * (np.abs(u) + du) + np.abs(silu) * (du + 2.0**-21 * (2 + np.abs(g)) * np.abs(u))
         return silu * u, slack + BF16_ERROR * (np.abs(silu * u) + slack)
+
+    def _products(self, x: Array, rows: Array) -> tuple[Array, Array]:
+        """x times those rows of W, and its error in any order of 16-column steps."""
+        w = from_bf16(self.w[rows]).astype(np.float64)
+        steps = layout.padded_columns(self.k) / 16
+        return x @ w.T, steps * STEP_ERROR * (np.abs(x) @ np.abs(w).T)
 
 
 class Loaded:
@@ -95,36 +100,37 @@ class Loaded:
         x[: problem.m, : problem.k] = problem.x
         self.x, self.w = device.put(x), device.put(problem.tiled())
 
-    def _out(self) -> Array:
+    def _out(self, m: int) -> Array:
         problem = self.problem
         dtype = np.uint16 if problem.epilogue == "swiglu" else np.uint32
-        out = np.full((problem.m + 2, problem.ld_out), POISON * (0x10001 if dtype == np.uint32 else 1), dtype)
+        out = np.full((m + 2, problem.ld_out), POISON * (0x10001 if dtype == np.uint32 else 1), dtype)
         if problem.epilogue == "add":
-            out[: problem.m, : problem.n] = problem.residual.view(np.uint32)
+            out[:m, : problem.n] = problem.residual[:m].view(np.uint32)
         return out
 
-    def run(self, launcher: Launcher) -> Array:
-        """Bits of the result (m, columns). Asserts that nothing else was written."""
+    def run(self, launcher: Launcher, num_rows: int | None = None) -> Array:
+        """Bits of the result (m, columns), or of its first num_rows alone. Asserts that nothing else was written."""
         problem = self.problem
-        before = self._out()
+        m = problem.m if num_rows is None else num_rows
+        before = self._out(m)
         buffer: Buffer = self.device.put(before)
-        self.device.run(
-            launcher(
-                problem.epilogue, self.x.address, self.w.address, buffer.address, **problem.shape, op=Op.QKV, layer=0
-            )
-        )
+        addresses = self.x.address, self.w.address, buffer.address
+        shape = problem.shape | {"num_rows": m}
+        self.device.run(launcher(problem.epilogue, *addresses, **shape, op=Op.QKV, layer=0))
         after = buffer.read().reshape(before.shape)
-        result = after[: problem.m, : problem.columns].copy()
-        written = problem.shape["num_outputs"] // 2 if problem.epilogue == "swiglu" else problem.n
-        assert np.all(after[: problem.m, problem.columns : written] == 0), "padding columns of swiglu must be zero"
-        after[: problem.m, :written] = before[: problem.m, :written]
+        result = after[:m, : problem.columns].copy()
+        written = shape["num_outputs"] // 2 if problem.epilogue == "swiglu" else problem.n
+        assert np.all(after[:m, problem.columns : written] == 0), "padding columns of swiglu must be zero"
+        after[:m, :written] = before[:m, :written]
         assert np.array_equal(after, before), "the kernel wrote outside its result"
         return result
 
 
-def check_close(problem: Problem, bits: Array) -> None:
+def check_close(problem: Problem, bits: Array, columns: Array | None = None) -> None:
+    """All columns of the result, or those."""
     values = from_bf16(bits) if problem.epilogue == "swiglu" else bits.view(np.float32)
-    wanted, allowed = problem.expected()
+    values = values if columns is None else values[:, columns]
+    wanted, allowed = problem.expected(columns)
     excess = np.abs(values - wanted) - allowed
     worst = np.unravel_index(np.argmax(excess), excess.shape)
     assert np.all(excess <= 0), (  # also false for NaN
@@ -146,3 +152,20 @@ def check_same_bits(device: Device, problem: Problem, launchers: dict[str, Launc
             f"{len(different)} of {bits.size} elements, first {different[0]}"
         )
     return first
+
+
+def check_any_number_of_rows(
+    device: Device, problem: Problem, launchers: dict[str, Launcher], num_rows: Iterable[int]
+) -> None:
+    """The first m rows alone have the bits that they have among all, by every launcher; a sample of 64 columns of all
+    is right. The first launcher also makes all rows."""
+    loaded = Loaded(device, problem)
+    whole = loaded.run(next(iter(launchers.values())))
+    check_close(problem, whole, np.unique(np.linspace(0, problem.columns - 1, 64).astype(int)))
+    for m in num_rows:
+        for name, launcher in launchers.items():
+            different = np.argwhere(loaded.run(launcher, m) != whole[:m])
+            assert len(different) == 0, (
+                f"{problem.epilogue} N {problem.n} K {problem.k}: {name} with M {m} differs from M {problem.m} in "
+                f"{len(different)} elements, first {different[0]}"
+            )
