@@ -58,12 +58,12 @@ def rmsnorm(
         raise ValueError(f"hidden size {hidden}; rmsnorm takes up to {MAX_HIDDEN}")
     if ld_out % 8 or ld_out < round_up(hidden, 8):
         raise ValueError(f"ld_out {ld_out} must be a multiple of 8 that holds {hidden} columns")
-    if hidden <= 4096 and num_rows <= _FEW_ROWS:
+    if hidden % 8 or hidden > 8192:
+        kernel, threads = "rmsnorm_any", 1024
+    elif hidden <= 4096 and num_rows <= _FEW_ROWS:
         kernel, threads = "rmsnorm_few", _threads(hidden, 4)
-    elif hidden <= 8192:
-        kernel, threads = "rmsnorm", _threads(hidden, 8)
     else:
-        kernel, threads = "rmsnorm_wide", 1024
+        kernel, threads = "rmsnorm", _threads(hidden, 8)
     return Launch(
         module="rmsnorm",
         kernel=kernel,
