@@ -225,7 +225,7 @@ class CudaRunner:
             layout.slots.append(slot)
             if new:
                 packed = pack_slot(self.program.sampler, state)
-                self._needs_more[slot] = not packed.greedy_only
+                self._needs_more[slot] = packed.needs_more
                 layout.updates.append((slot, packed))
             first, pages = self._slots.new_pages(slot)
             if pages:
