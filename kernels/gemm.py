@@ -8,13 +8,13 @@ Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from kernels.gemm_prefill import prefill_launch, prefill_plan
-from kernels.launch import CommonArgument, Executor, Launch, address
+from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
@@ -22,47 +22,37 @@ Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
-_STAGE_BYTES = 2 * TILE_BYTES  # of a team's weights
+_SHARED_BYTES = 104 << 10
+"""Of a block: what is left of a multiprocessor's is for the block of the next kernel, which fills its ring meanwhile."""
+
+_AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings, before the kernel before it has ended
+_MAX_TEAMS = {8: 8, 16: 8, 32: 8, 64: 4}  # by rows of the variant; 9 warps are compiled for
 _i32 = np.int32
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """One compiled form of gemm_decode.cu (see KERNELS there)."""
-
-    rows: int  # of x
-    split: int  # warps of a team
-    stages: int  # of a team's ring
-    chunk: int  # stages of x copied together
-    max_teams: int
-
-    @property
-    def x_bytes(self) -> int:
-        chunks = -(-(self.stages - 1) // self.chunk) + 1
-        return chunks * self.chunk * self.rows * 2 * TILE_COLUMNS * 2
-
-
-_NARROW = (_Variant(8, 1, 8, 4, 3), _Variant(16, 1, 6, 1, 3), _Variant(32, 2, 6, 1, 3), _Variant(64, 2, 4, 1, 3))
-_WIDE = (_Variant(8, 1, 3, 2, 8), _Variant(16, 1, 3, 1, 8), _Variant(32, 1, 3, 1, 8), _Variant(64, 1, 3, 1, 5))
-_AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How gemm_decode.cu is launched for one shape. The bits of the result do not depend on it."""
 
-    variant: _Variant
+    rows: int  # of x, that the variant was compiled for
+    piece: int  # tiles copied at a time
     blocks: int
     teams: int  # row tiles a block works on at a time
-    ahead: int  # stages
+    stages: int  # of the rings
+    ahead: int  # pieces
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
-        return self.teams * self.variant.split * 32
+        return (1 + self.teams * (2 if self.rows == 64 else 1)) * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.piece * (self.teams * TILE_BYTES + self.rows * TILE_COLUMNS * 2)
 
     @property
     def shared_bytes(self) -> int:
-        return self.variant.x_bytes + self.teams * self.variant.stages * _STAGE_BYTES
+        return self.stages * (self.stage_bytes + 8 * (self.teams + 2))
 
 
 def gemm_launch(
@@ -112,12 +102,25 @@ def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors
     """Fill the multiprocessors with one block each, evenly, in one wave. kernels/LOG.md has the measurements."""
     if not 1 <= num_rows <= DECODE_ROWS:
         raise ValueError(f"{num_rows} rows; the decode kernels take 1 to {DECODE_ROWS}")
+    rows = next(size for size in _MAX_TEAMS if num_rows <= size)
     tiles = -(-num_outputs // TILE_ROWS)
     share = -(-tiles // num_multiprocessors)  # of the block with most
-    narrow, wide = next((n, w) for n, w in zip(_NARROW, _WIDE, strict=True) if num_rows <= n.rows)
-    variant = narrow if share <= narrow.max_teams else wide
-    teams = -(-share // -(-share // variant.max_teams))
-    return DecodePlan(variant, -(-tiles // share), teams, _AHEAD_BYTES // (teams * _STAGE_BYTES))
+    teams = -(-share // -(-share // _MAX_TEAMS[rows]))
+    return make_decode_plan(
+        rows, blocks=-(-tiles // share), teams=teams, piece=4 if teams <= 3 and rows <= 16 else 2, k_pad=k_pad,
+        cluster=2 if teams <= 3 and rows >= 16 and -(-tiles // share) % 2 == 0 else 1,
+    )  # fmt: skip
+
+
+def make_decode_plan(
+    rows: int, *, blocks: int, teams: int, piece: int, k_pad: int, cluster: int = 1, ahead_bytes: int = _AHEAD_BYTES,
+    shared_bytes: int = _SHARED_BYTES,
+) -> DecodePlan:  # fmt: skip
+    """The rings as deep as they may be."""
+    one = DecodePlan(rows, piece, blocks, teams, 1, 0, cluster)
+    pieces = -(-k_pad // (piece * TILE_COLUMNS))
+    stages = max(2, min(shared_bytes // one.shared_bytes, max(pieces, 2)))
+    return replace(one, stages=stages, ahead=ahead_bytes // (teams * piece * TILE_BYTES))
 
 
 def decode_launch(
@@ -138,14 +141,16 @@ def decode_launch(
     """gemm_decode.cu as `plan` says. Parameters as gemm_launch."""
     return Launch(
         module="gemm_decode",
-        kernel=f"gemm_decode_{epilogue}_m{plan.variant.rows}_s{plan.variant.stages}",
+        kernel=f"gemm_decode_{epilogue}_m{plan.rows}_p{plan.piece}",
         grid=(plan.blocks, 1, 1),
         block=(plan.threads, 1, 1),
         arguments=(
-            CommonArgument(op, layer), address(x), _i32(ld_x), address(w), address(out),
-            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams), _i32(plan.ahead),
+            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.rows), address(w), address(out),
+            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams), _i32(plan.stages),
+            _i32(plan.ahead),
         ),
         shared_bytes=plan.shared_bytes,
+        cluster=plan.cluster,
     )  # fmt: skip
 
 

@@ -184,7 +184,9 @@ def sample_launches(
     num_rows and num_multiprocessors; results never do.
     """
     if ld < shape.vocab_size or ld % 4 or logits % 16:
-        raise ValueError(f"rows of logits must be 16-byte aligned and hold {shape.vocab_size}: ld {ld}, address {logits:#x}")
+        raise ValueError(
+            f"rows of logits must be 16-byte aligned and hold {shape.vocab_size}: ld {ld}, address {logits:#x}"
+        )
     if not 1 <= num_rows <= shape.max_rows:
         raise ValueError(f"{num_rows} rows, the sampler's memory is for 1 to {shape.max_rows}")
     at = {name: address(memory + offset) for name, (offset, _) in shape.layout().items()}
@@ -256,7 +258,9 @@ def pack_slot(shape: SamplerShape, state: SampleState) -> PackedSlot:
 
     edit_ids = np.union1d(state.bias_ids, stops)
     if edit_ids.size > shape.max_edits:
-        raise ValueError(f"{edit_ids.size} ids with a bias or masked by min_tokens, the sampler was made for {shape.max_edits}")
+        raise ValueError(
+            f"{edit_ids.size} ids with a bias or masked by min_tokens, the sampler was made for {shape.max_edits}"
+        )
     edits = np.zeros((edit_ids.size, 2), np.int32)
     edits[np.searchsorted(edit_ids, state.bias_ids), 0] = state.bias_values.view(np.int32)
     edits[np.searchsorted(edit_ids, stops), 1] = 1
@@ -303,7 +307,9 @@ def pack_updates(updates: Sequence[tuple[int, PackedSlot]], capacity: int) -> li
             room = capacity - used - header_words - edits.size
             if room < min(2, packed.words.size):
                 if not headers:
-                    raise ValueError(f"an update buffer of {capacity} words cannot hold {edits.size // 2} edits and a token")
+                    raise ValueError(
+                        f"an update buffer of {capacity} words cannot hold {edits.size // 2} edits and a token"
+                    )
                 flush()
                 continue
             words = packed.words[start : start + room // 2]
@@ -331,7 +337,9 @@ def sample_results(
     """engine/sampler.py:sample's answer, from ROW_RESULT and shape.scores (rows,) of sampled rows; states as before the
     tokens are appended."""
     out = []
-    for i, (token, error, state) in enumerate(zip(results["token"].tolist(), results["error"].tolist(), states, strict=True)):
+    for i, (token, error, state) in enumerate(
+        zip(results["token"].tolist(), results["error"].tolist(), states, strict=True)
+    ):
         if error:
             text = _what_is_wrong(results[i], state.vocab_size)
             position = state.num_prompt_tokens + state.num_generated

@@ -63,7 +63,9 @@ class DeviceSampler:
             self.machine.write(self._at["updates"], buffer)
             self.machine.run(sampler.update_launch(self.shape, self._at["memory"], self._at["updates"], count))
 
-    def step(self, rows: Sequence[Row | None], greedy_only: bool = False) -> list[SampleResult | TokenLogprob | str | None]:
+    def step(
+        self, rows: Sequence[Row | None], greedy_only: bool = False
+    ) -> list[SampleResult | TokenLogprob | str | None]:
         """Results of the rows; None = padding. A scoring row that fails gives its error's text."""
         shape = self.shape
         logits = np.full((len(rows), self.ld), np.nan, np.float32)

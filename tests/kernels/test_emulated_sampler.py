@@ -176,7 +176,9 @@ def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
         ]
         if step % 2:
             scored = int(rng.integers(0, 4))
-            rows[scored] = Row(rows[scored].logits, slots[scored], states[scored], target=int(rng.integers(0, vocab_size)))
+            rows[scored] = Row(
+                rows[scored].logits, slots[scored], states[scored], target=int(rng.integers(0, vocab_size))
+            )
         if step == 2:
             rows[int(rng.integers(0, 4))] = None
         results = check(device, rows)
@@ -210,7 +212,12 @@ def test_bias_and_penalties_saturate():
     bias = {0: 100.0, 1: -100.0, 2: 100.0, 9: -100.0}
     device = make_device(size, rows=4)
     states = [
-        SampleState(sampling(temperature=t, repetition_penalty=r, presence_penalty=-2.0, frequency_penalty=f, logit_bias=bias), list(range(size)), size, 0)
+        SampleState(
+            sampling(temperature=t, repetition_penalty=r, presence_penalty=-2.0, frequency_penalty=f, logit_bias=bias),
+            list(range(size)),
+            size,
+            0,
+        )
         for t, r, f in ((0.0, 0.01, -2.0), (1.0, 10.0, 2.0), (1e30, 0.01, 2.0), (0.0, 1.0, 0.0))
     ]
     for state in states:
@@ -267,7 +274,9 @@ def test_padding_rows_do_nothing():
 def test_updates_larger_than_the_buffer_are_continued():
     size = 3000
     shape = SamplerShape(num_slots=3, vocab_size=size, max_rows=2, max_edits=64, max_logprobs=5)
-    state = SampleState(sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0}), list(range(0, size, 2)), size, 0)
+    state = SampleState(
+        sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0}), list(range(0, size, 2)), size, 0
+    )
     small = SampleState(sampling(temperature=0.0), [], size, 0)
     packed = [(0, pack_slot(shape, state)), (1, pack_slot(shape, small))]
     buffers = pack_updates(packed, 500)
@@ -283,6 +292,8 @@ def test_limits_of_the_shape_are_told():
         SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2048, max_logprobs=5)
     shape = SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2, max_logprobs=5)
     with pytest.raises(ValueError, match="3 ids with a bias or masked"):
-        pack_slot(shape, SampleState(sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,)), [], 10, 0))
+        pack_slot(
+            shape, SampleState(sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,)), [], 10, 0)
+        )
     with pytest.raises(ValueError, match="6 logprobs"):
         pack_slot(shape, SampleState(sampling(logprobs=6), [], 10, 0))

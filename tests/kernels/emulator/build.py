@@ -53,7 +53,7 @@ def find_kernels(text: str) -> list[KernelDeclaration]:
         after = text[match.end() : match.end() + 1000]
         bounds = "0"
         launch = re.search(r"__launch_bounds__\s*\(", before + after)
-        head = re.match(r'[^;{]*?\bvoid\b', before + after, re.DOTALL)
+        head = re.match(r"[^;{]*?\bvoid\b", before + after, re.DOTALL)
         if head is None or "template" in before or 'extern "C"' not in _plain(before):
             continue
         both = before + after
@@ -92,7 +92,11 @@ def _split(text: str) -> list[str]:
 
 def cache_folder() -> Path:
     chosen = os.environ.get("APPLIANCE_EMULATOR_CACHE")
-    for folder in [Path(chosen)] if chosen else [ROOT / "build" / "emulator", Path(tempfile.gettempdir()) / f"appliance-emulator-{os.getuid()}"]:
+    for folder in (
+        [Path(chosen)]
+        if chosen
+        else [ROOT / "build" / "emulator", Path(tempfile.gettempdir()) / f"appliance-emulator-{os.getuid()}"]
+    ):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -106,7 +110,9 @@ def cache_folder() -> Path:
 def _toolchain() -> str:
     """What besides the sources decides the code: the compiler and, for -march=native, the processor."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    target = subprocess.run([_compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=False).stdout
+    target = subprocess.run(
+        [_compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=False
+    ).stdout
     return version + target
 
 
@@ -160,7 +166,16 @@ def _runtime_objects() -> list[Path]:
 def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> tuple[Path, list[str]]:
     """Compiles one .cu file. Returns the library and the names of its kernels."""
     search = [f"-I{folder}" for folder in (source.parent, *includes, HERE)]
-    preprocess = ["-E", "-x", "c++", *FLAGS, "-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}", *search, str(source)]
+    preprocess = [
+        "-E",
+        "-x",
+        "c++",
+        *FLAGS,
+        "-DAPPLIANCE_EMULATE",
+        f"-DEMULATOR_HOPPER={int(hopper)}",
+        *search,
+        str(source),
+    ]
     text = _run(preprocess, source.name)
     kernels = find_kernels(text)
     text += "".join(f"\nEMULATOR_EXPORT({kernel.name}, {kernel.max_threads})" for kernel in kernels) + "\n"
@@ -182,5 +197,7 @@ def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> 
 def _export_macro() -> str:
     """EMULATOR_EXPORT does not survive the preprocessor; it is given again on the command line."""
     text = (HERE / "cuda_export.h").read_text()
-    body = text[text.index("#define EMULATOR_EXPORT(name, max_threads)") + len("#define EMULATOR_EXPORT(name, max_threads)") :]
+    body = text[
+        text.index("#define EMULATOR_EXPORT(name, max_threads)") + len("#define EMULATOR_EXPORT(name, max_threads)") :
+    ]
     return f"-DEMULATOR_EXPORT(name,max_threads)={body.replace(chr(92) + chr(10), ' ').strip()}"
