@@ -23,7 +23,7 @@ DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
 _SHARED_BYTES = 104 << 10
-"""Of a block: what is left of a multiprocessor's is for the block of the next kernel, which fills its ring meanwhile."""
+"""Dynamic shared memory of a block."""
 
 _AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings, before the kernel before it has ended
 _MAX_TEAMS = {8: 8, 16: 8, 32: 8, 64: 4}  # by rows of the variant; 9 warps are compiled for

@@ -161,8 +161,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
     }
     if (cluster > 1) {  // nobody leaves while others may still signal here
         __syncwarp();
-        ptx::cluster_arrive();
-        ptx::cluster_wait();
+        ptx::cluster_sync();
     }
 }
 
@@ -188,4 +187,5 @@ KERNELS(8, 1, 4)
 KERNELS(16, 1, 2)
 KERNELS(16, 1, 4)
 KERNELS(32, 1, 2)
+KERNELS(32, 1, 4)
 KERNELS(64, 2, 2)

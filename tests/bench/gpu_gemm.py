@@ -9,12 +9,13 @@ device-to-device copy in the same run. --alone: each of the five shapes by itsel
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from engine.cuda.errors import CudaCallError
 from engine.cuda.graphs import capture
 from kernels.gemm import DecodePlan, Epilogue, decode_launch, decode_plan, make_decode_plan
 from kernels.launch import Launch, Op
@@ -22,9 +23,11 @@ from tests.gpu.device import Gpu
 
 LAYERS = 32
 SHAPES: tuple[tuple[str, Epilogue, int, int], ...] = (
-    ("qkv", "f32", 6144, 4096), ("o", "add", 4096, 4096), ("gate_up", "swiglu", 28672, 4096),
+    ("qkv", "f32", 6144, 4096),
+    ("o", "add", 4096, 4096),
+    ("gate_up", "swiglu", 28672, 4096),
     ("down", "add", 4096, 14336),
-)  # fmt: skip
+)
 HEAD: tuple[str, Epilogue, int, int] = ("lm_head", "f32", 128256, 4096)
 
 Planner = Callable[[int, int, int], DecodePlan]  # rows, N, K
@@ -60,7 +63,7 @@ def chain(memory: Memory, rows: int, planner: Planner, only: str | None = None) 
                     ld_x=k,
                     ld_out=ld_out,
                     op=Op.QKV,
-                )  # fmt: skip
+                )
             )
             read += 2 * n * k
         at += 2 * n * k
@@ -98,44 +101,37 @@ class Timer:
         return 2 * size / min(times) / 1e9
 
 
-def variations(multiprocessors: int) -> dict[str, Planner]:
-    def planned(rows: int, n: int, k: int) -> DecodePlan:
-        return decode_plan(rows, n, k, multiprocessors)
+def planner_of(multiprocessors: int, **changes: int) -> Planner:
+    """kernels/gemm.py's plan with some of it changed. narrow_* and wide_*: of shapes with at most, more than 3 tiles a
+    block."""
 
-    def varied(**changes: Any) -> Planner:
-        def planner(rows: int, n: int, k: int) -> DecodePlan:
-            plan = planned(rows, n, k)
-            narrow = plan.teams <= 3
-            fields: dict[str, Any] = {
-                "blocks": plan.blocks, "teams": plan.teams, "piece": plan.piece, "cluster": plan.cluster, "k_pad": k,
-            }  # fmt: skip
-            for name, value in changes.items():
-                if name == "narrow_piece":
-                    fields["piece"] = value if narrow else plan.piece
-                elif name == "wide_piece":
-                    fields["piece"] = plan.piece if narrow else value
-                elif name == "narrow_cluster":
-                    fields["cluster"] = value if narrow else 1
-                elif name == "wide_teams":
-                    if not narrow:
-                        fields["teams"] = value
-                else:
-                    fields[name] = value
-            if plan.rows >= 32:
-                fields["piece"] = 2
-            return make_decode_plan(plan.rows, **fields)
+    def planner(rows: int, n: int, k: int) -> DecodePlan:
+        plan = decode_plan(rows, n, k, multiprocessors)
+        kind = "narrow_" if plan.teams <= 3 else "wide_"
+        fields = {"teams": plan.teams, "piece": plan.piece, "cluster": plan.cluster}
+        for name, value in changes.items():
+            if name.startswith(kind) or "_" not in name:
+                fields[name.removeprefix(kind)] = value
+        budget = {"shared_bytes": fields.pop("kb") << 10} if "kb" in fields else {}
+        look = {"ahead_bytes": fields.pop("ahead") << 10} if "ahead" in fields else {}
+        if plan.rows == 64:
+            fields["piece"] = 2
+        return make_decode_plan(plan.rows, blocks=plan.blocks, k_pad=k, **fields, **budget, **look)
 
-        return planner
+    return planner
 
-    return {
-        "planned": planned,
-        "no look-ahead": varied(ahead_bytes=0), "look-ahead 128 KB": varied(ahead_bytes=128 << 10),
-        "look-ahead 256 KB": varied(ahead_bytes=256 << 10),
-        "pieces of 4 KB": varied(piece=2), "wide pieces of 8 KB": varied(wide_piece=4),
-        "64 KB": varied(shared_bytes=64 << 10), "150 KB": varied(shared_bytes=150 << 10),
-        "200 KB": varied(shared_bytes=200 << 10), "wide teams 4": varied(wide_teams=4),
-        "cluster 1": varied(narrow_cluster=1), "cluster 2": varied(narrow_cluster=2), "cluster 4": varied(narrow_cluster=4),
-    }  # fmt: skip
+
+def variations(rows: int) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = [{}]
+    for narrow_piece, wide_piece in itertools.product((2, 4), (2, 4)):
+        for kb, ahead in itertools.product((104, 128, 152, 176, 200), (0, 64)):
+            found.append({"narrow_piece": narrow_piece, "wide_piece": wide_piece, "kb": kb, "ahead": ahead})
+    if rows >= 16:
+        found += [
+            {"narrow_piece": p, "wide_piece": 2, "kb": kb, "narrow_cluster": c, "ahead": 0}
+            for p, kb, c in itertools.product((2, 4), (104, 152, 200), (1, 2, 4))
+        ]
+    return found
 
 
 def main() -> None:
@@ -157,11 +153,16 @@ def main() -> None:
     half = 6 << 30
     print(f"copy: {timer.copy_tb_per_second(int(weights), int(weights) + half, half):.3f} TB/s", flush=True)
     for rows in args.rows:
-        for name, planner in variations(multiprocessors).items():
-            launches, read = chain(memory, rows, planner)
-            ms = timer.milliseconds(launches)
-            print(f"rows {rows:2} {name:20} {ms:.3f} ms {read / ms / 1e9:.3f} TB/s", flush=True)
-            if args.alone and name == "planned":
+        for changes in variations(rows):
+            planner = planner_of(multiprocessors, **changes)
+            try:
+                launches, read = chain(memory, rows, planner)
+                ms = timer.milliseconds(launches)
+            except CudaCallError as error:  # a variation that does not fit
+                print(f"rows {rows:2} {changes}: {error}", flush=True)
+                continue
+            print(f"rows {rows:2} {ms:.3f} ms {read / ms / 1e9:.3f} TB/s {changes or 'planned'}", flush=True)
+            if args.alone and not changes:
                 for shape, _, n, k in [*SHAPES, HEAD]:
                     launches, read = chain(memory, rows, planner, shape)
                     ms = timer.milliseconds(launches)
