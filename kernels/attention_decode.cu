@@ -59,33 +59,52 @@ struct Exchange {
 constexpr int EXCHANGE_BYTES = 5632;  // kernels/attention.py
 static_assert(sizeof(Exchange) <= EXCHANGE_BYTES, "");
 
-// The row of the page at `place`: the largest r with page_prefix[r] <= place. A warp looks at 32 rows at a time.
-__device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place, int lane) {
-    int low = 0, n = rows;
-    while (n > 1) {
-        int step = (n + 31) / 32;
-        bool before = lane * step < n && __ldcg(page_prefix + low + lane * step) <= place;
-        int k = max(0, __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1);
-        low += k * step;
-        n = min(step, n - k * step);
+// The row of the page at `place`: the largest r with page_prefix[r] <= place.
+__device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place) {
+    int low = 0, high = rows;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (__ldcg(page_prefix + middle) <= place)
+            low = middle;
+        else
+            high = middle;
     }
     return low;
 }
 
-__device__ __forceinline__ Item find_item(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, int index, int lane, bool report) {
+// An item and the metadata that says so.
+struct Found {
     Item item;
+    int position, slot, table_page;
+};
+
+__device__ __forceinline__ Found find_item(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, int index, bool report) {
+    Found found;
+    Item& item = found.item;
     item.place = index / num_blocks;
     item.block = index % num_blocks;
-    item.row = find_row(d.page_prefix, d.rows, item.place, lane);
+    item.row = find_row(d.page_prefix, d.rows, item.place);
     item.row_place = __ldcg(d.page_prefix + item.row);
     item.pages = __ldcg(d.page_prefix + item.row + 1) - item.row_place;
-    int position = __ldcg(d.positions + item.row), slot = __ldcg(d.slots + item.row);
-    int first = d.window > 0 ? max(0, position - d.window + 1) : 0;
-    int page = max(0, first / PAGE_TOKENS + item.place - item.row_place);
+    found.position = __ldcg(d.positions + item.row);
+    found.slot = __ldcg(d.slots + item.row);
+    int first = d.window > 0 ? max(0, found.position - d.window + 1) : 0, page = max(0, first / PAGE_TOKENS + item.place - item.row_place);
+    found.table_page = page;
     item.first = max(0, first - page * PAGE_TOKENS);
-    item.end = min(PAGE_TOKENS, position - page * PAGE_TOKENS + 1);
-    item.page = page_index(common, d.block_tables, d.table_width, d.num_pages, slot, page, blocks.first_head(item.block), position, report && lane == 0);
-    return item;
+    item.end = min(PAGE_TOKENS, found.position - page * PAGE_TOKENS + 1);
+    item.page = page_index(common, d.block_tables, d.table_width, d.num_pages, found.slot, page, blocks.first_head(item.block), found.position, report);
+    return found;
+}
+
+// Whether the metadata still says the same: all loads at once, where find_item's wait for each other.
+__device__ __forceinline__ bool still_true(const Decode& d, const Found& found) {
+    const Item& item = found.item;
+    int in_row = item.place - item.row_place;
+    if (item.end <= 0 || in_row < 0 || in_row >= item.pages || found.table_page >= d.table_width) return false;
+    int row_place = __ldcg(d.page_prefix + item.row), next_place = __ldcg(d.page_prefix + item.row + 1);
+    int position = __ldcg(d.positions + item.row), slot = __ldcg(d.slots + item.row);
+    int page = __ldcg(d.block_tables + (int64_t)found.slot * d.table_width + found.table_page);
+    return row_place == item.row_place && next_place - row_place == item.pages && position == found.position && slot == found.slot && page == item.page;
 }
 
 template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item) {
@@ -241,10 +260,8 @@ template <int DP> __device__ __forceinline__ void finish_item(const Decode& d, c
     ptx::named_barrier(1, COMPUTE_THREADS);
     if (thread == 0) {
         uint32_t* counter = d.counters + (int64_t)item.row * num_blocks + item.block;
-        __threadfence();
-        exchange.last = atomicAdd(counter, 1u) == (uint32_t)item.pages - 1;
+        exchange.last = ptx::atomic_add_ordered(counter, 1u) == (uint32_t)item.pages - 1;
         if (exchange.last) *counter = 0;
-        __threadfence();
     }
     ptx::named_barrier(1, COMPUTE_THREADS);
     if (exchange.last) merge_row<DP>(d, blocks, item, thread);
@@ -258,51 +275,58 @@ template <int DP, int STAGES> struct Ring {
     static constexpr int Q_SLOTS = (STAGES + 1) / 2;  // K of item n + Q_SLOTS is not copied before K of item n was read
 };
 
-// The fifth warp: finds this block's items and fills the ring with K (and q), V, K (and q), V ...
+// The fifth warp: finds this block's items, 32 at a time, one a lane, and fills the ring with K (and q), V, K (and q), V ...
 template <int DP, int STAGES>
 __device__ __forceinline__ void produce(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Item* items,
                                         uint64_t* full, uint64_t* empty, int lane) {
     using R = Ring<DP, STAGES>;
     using P = Panels<DP>;
-    // K and V of the first items into L2 while the kernels before us end. The metadata may still be another step's: a
-    // prefetch from a wrong page is only wasted.
-    for (int n = 0; n < 2; n++) {
-        int index = blockIdx.x + n * gridDim.x;
-        if (index >= __ldcg(d.page_prefix + d.rows) * num_blocks) break;
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, false);
-        if (lane < 2 * P::COUNT && item.end > 0)
-            ptx::bulk_prefetch_l2((lane & 1 ? d.v_layer : d.k_layer) + page_offset<DP>(d, blocks, item) + (lane >> 1) * (P::PANEL_BYTES / 2), item.end * P::ROW_BYTES);
+    // While the kernels before us end: finds the first items and asks for their K and V in L2. The metadata may still be
+    // another step's: a prefetch from a wrong page is only wasted, and each item is checked again.
+    int index = blockIdx.x + lane * gridDim.x;
+    Found found = {};
+    if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) {
+        found = find_item(common, d, blocks, num_blocks, index, false);
+        int64_t offset = page_offset<DP>(d, blocks, found.item);
+        if (lane < (STAGES + 1) / 2 && found.item.end > 0)
+            for (int i = 0; i < 2 * P::COUNT; i++)
+                ptx::bulk_prefetch_l2((i & 1 ? d.v_layer : d.k_layer) + offset + (i >> 1) * (P::PANEL_BYTES / 2), found.item.end * P::ROW_BYTES);
     }
     ptx::wait_for_previous();
     int stage = 0, parity = 1, q_slot = 0;
+    bool known = still_true(d, found);
     int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, true);
-        int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * DP * 2;
+    while (true) {
+        bool wanted = index < total;
+        if (wanted && !known) found = find_item(common, d, blocks, num_blocks, index, true);
+        const Item& item = found.item;
+        int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * P::ROW_BYTES, heads = blocks.heads(item.block);
         int64_t offset = page_offset<DP>(d, blocks, item);
-        for (int value = 0; value < 2; value++) {
-            if (lane == 0) {
-                ptx::mbarrier_wait(&empty[stage], parity);
-                if (value == 0) {
-                    int heads = blocks.heads(item.block);
-                    items[stage] = item;
-                    ptx::mbarrier_arrive_expect(&full[stage], bytes + heads * DP * 2);
-                    const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
-                    for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &full[stage]);
-                } else {
-                    ptx::mbarrier_arrive_expect(&full[stage], bytes);
-                }
+        const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
+        int count = __popc(__ballot_sync(0xFFFFFFFFu, wanted));
+        for (int n = 0; n < count; n++) {
+            for (int value = 0; value < 2; value++) {
+                if (lane == n) {
+                    ptx::mbarrier_wait(&empty[stage], parity);
+                    if (value == 0) items[stage] = item;
+                    ptx::mbarrier_arrive_expect(&full[stage], bytes * P::COUNT + (value == 0 ? heads * DP * 2 : 0));
+                    if (value == 0)
+                        for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &full[stage]);
 #pragma unroll
-                for (int panel = 0; panel < P::COUNT; panel++) {
-                    int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
-                    ptx::bulk_copy(pages + stage * R::PAGE_BYTES + place, (value ? d.v_layer : d.k_layer) + offset + place / 2, bytes / P::COUNT, &full[stage]);
+                    for (int panel = 0; panel < P::COUNT; panel++) {
+                        int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
+                        ptx::bulk_copy(pages + stage * R::PAGE_BYTES + place, (value ? d.v_layer : d.k_layer) + offset + place / 2, bytes, &full[stage]);
+                    }
                 }
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                parity ^= stage == 0;
+                __syncwarp();
             }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-            parity ^= stage == 0;
+            q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
         }
-        q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
-        __syncwarp();
+        if (count < 32) break;
+        index += 32 * gridDim.x;
+        known = false;
     }
 }
 
@@ -381,7 +405,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
     ptx::wait_for_previous();
     int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, warp == 0);
+        Item item = find_item(common, d, blocks, num_blocks, index, thread == 0).item;
         int from = item.first / GROUP_KEYS * GROUP_KEYS, heads = blocks.heads(item.block);
         int64_t offset = page_offset<DP>(d, blocks, item);
         const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;

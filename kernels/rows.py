@@ -18,7 +18,9 @@ SOURCE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 """safetensors names of what retile and copy_f32 read."""
 
 _i32 = np.int32
-_FEW_ROWS = 64  # up to here latency counts (rmsnorm.cu, qkv_post.cu; measured on an H200, kernels/LOG.md)
+# Where bandwidth begins to count more than latency (measured on an H200, kernels/LOG.md)
+_FEW_ROWS = 64  # rmsnorm
+_FEW_HEADS = 8192  # qkv_post: rows times heads
 _LOAD_BLOCK = 256
 _MAX_LOAD_BLOCKS = 2112  # 16 a multiprocessor on 132: enough to fill any GPU, and each thread has work left
 
@@ -56,12 +58,12 @@ def rmsnorm(
         raise ValueError(f"hidden size {hidden}; rmsnorm takes up to {MAX_HIDDEN}")
     if ld_out % 8 or ld_out < round_up(hidden, 8):
         raise ValueError(f"ld_out {ld_out} must be a multiple of 8 that holds {hidden} columns")
-    if hidden <= 4096 and num_rows <= _FEW_ROWS:
+    if hidden % 8 or hidden > 8192:
+        kernel, threads = "rmsnorm_any", 1024
+    elif hidden <= 4096 and num_rows <= _FEW_ROWS:
         kernel, threads = "rmsnorm_few", _threads(hidden, 4)
-    elif hidden <= 8192:
-        kernel, threads = "rmsnorm", _threads(hidden, 8)
     else:
-        kernel, threads = "rmsnorm_wide", 1024
+        kernel, threads = "rmsnorm", _threads(hidden, 8)
     return Launch(
         module="rmsnorm",
         kernel=kernel,
@@ -89,7 +91,7 @@ def qkv_post(
     heads, padded = num_heads + 2 * num_kv_heads, padded_head_dim(head_dim)
     if not 1 <= warps <= 8:
         raise ValueError(f"warps {warps} is not in 1..8")
-    many = num_rows > _FEW_ROWS if many is None else many
+    many = num_rows * heads > _FEW_HEADS if many is None else many
     heads_of_block = warps * ((2 if padded == 256 else 4) if many else 1)
     return Launch(
         module="qkv_post",

@@ -1,8 +1,8 @@
-"""The CUDA sampler (sampler.cu) from the host: its memory, its launches, what goes up and what comes back.
+"""The CUDA sampler (sampler.cu) from the host: its memory, its launches, what comes back.
 
-Same tokens, logprobs and error texts as engine/sampler.py for the same logits. A step: row_descriptors -> sample_launches
--> sample_results, prompt_logprob. A slot that gets another sequence, or one that returns after a preemption:
-pack_slot -> pack_updates -> update_launch, before the step; from then on the kernels keep its counts themselves.
+Same tokens, logprobs and error texts as engine/sampler.py for the same logits. A step: a ROW_DESCRIPTOR for every row
+of logits -> sample_launches -> sample_results and prompt_logprob. Before the first step of a slot's new sequence:
+sampler_slots.py:pack_slot -> pack_updates -> update_launch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import NumericError
-from engine.fixed_softmax import MAX_VOCAB, SCALE_BITS, ZERO_BELOW
-from engine.sampler import GREEDY_BELOW, LOGPROB_FLOOR
-from engine.types import Int32Array, SampleResult, TokenLogprob
+from engine.fixed_softmax import MAX_VOCAB, SCALE_BITS
+from engine.sampler import LOGPROB_FLOOR
+from engine.types import SampleResult, TokenLogprob
 from kernels.launch import CommonArgument, Launch, address
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from engine.sampler import SampleState
 
 OP_SAMPLER = 10  # common.cuh:OpId
+MAX_COUNT = (1 << 20) - 1
+"""Of one token in one output: 20 bits of a word of `seen`."""
 
-GREEDY, PENALISES, BIASED, STOPS = 1, 2, 4, 8
 PADDING, SAMPLE, SCORE = 0, 1, 2  # sampler_state.cuh:RowMode
 
 SLOT_PARAMS = np.dtype(
@@ -66,9 +67,9 @@ SLOT_UPDATE = np.dtype(
 ROW_DESCRIPTOR = np.dtype(
     [("slot", "<i4"), ("num_generated", "<i4"), ("mode", "<i4"), ("target", "<i4"), ("position", "<i4")]
 )
-"""sampler_state.cuh:RowDescriptor, 20 bytes: one for every logits row. `mode`: PADDING (nothing is done), SAMPLE, or SCORE
-(the logprob of token `target`). `num_generated`: index of the token to be sampled among those of its choice. `position`:
-of that token in its sequence, only for reports."""
+"""sampler_state.cuh:RowDescriptor, 20 bytes: one for every logits row. `mode`: PADDING (nothing is done), SAMPLE, or
+SCORE (the logprob of token `target`). `num_generated`: index of the token to be sampled among those of its choice.
+`position`: of that token in its sequence, only for reports."""
 
 ROW_RESULT = np.dtype([("token", "<i4"), ("error", "<u4"), ("count", "<i4"), ("first", "<i4")])
 """sampler_state.cuh:RowResult, 16 bytes."""
@@ -77,14 +78,13 @@ _NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET, _UNFINISHED = 1, 
 _DEVICE_ERRORS = ("", "a page outside the KV pool", "a position outside its table", "a token id outside the vocabulary",
                   "NaN or Inf", "unusable logits")  # common.cuh:ErrorCode  # fmt: skip
 
-_BINS, _CHUNK = 512, 8192  # sampler_select.cuh
+_BINS, _GROUP, _CHUNK = 512, 128, 8192  # sampler_select.cuh
 _TOP_THREADS, _FINISH_THREADS, _UPDATE_THREADS = 256, 512, 256
 _TOP_SHARE = 2048  # tokens of a block: what its threads load at once
 _TOP_BLOCKS_PER_SM = 8
 _UPDATE_BLOCKS = 16
-_FINISH_SHARED = 80 << 10
+_FINISH_SHARED = 92 << 10
 _MAX_EDITS = 2047  # 11 bits of a word of `seen`
-_MAX_COUNT = (1 << 20) - 1
 _ALIGNMENT = 256
 
 
@@ -103,39 +103,37 @@ class SamplerShape:
             raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB}), got {self.vocab_size}")
         if not 0 <= self.max_edits <= _MAX_EDITS:
             raise ValueError(
-                f"logit_bias entries and stop ids of a request: at most {_MAX_EDITS} together on a GPU, the limits allow "
-                f"{self.max_edits}; lower max_logit_bias or max_stop_token_ids"
+                f"logit_bias entries and stop ids of a request: at most {_MAX_EDITS} together on a GPU, the limits "
+                f"allow {self.max_edits}; lower max_logit_bias or max_stop_token_ids"
             )
-        if not 1 <= self.max_logprobs <= 1024:
-            raise ValueError(f"max_logprobs must be 1 to 1024 on a GPU, got {self.max_logprobs}")
+        if not 1 <= self.max_logprobs <= _BINS:
+            raise ValueError(f"max_logprobs must be 1 to {_BINS} on a GPU, got {self.max_logprobs}")
         if self.num_slots < 1 or not 1 <= self.max_rows < 65536:
             raise ValueError(f"{self.num_slots} slots, {self.max_rows} rows: 1 or more, and fewer than 65536 rows")
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.vocab_size // _CHUNK)
 
     @property
     def scores(self) -> np.dtype[Any]:
         """What comes back of a row with logprobs: sampler_state.cuh:RowScores and the best tokens."""
         k = self.max_logprobs
         return np.dtype(
-            [("total", "<u8"), ("logit", "<f4"), ("top", "<f4"), ("num_best", "<i4"), ("pad", "<i4"), ("ids", "<i4", (k,)),
-             ("logits", "<f4", (k,))]
+            [("total", "<u8"), ("logit", "<f4"), ("top", "<f4"), ("num_best", "<i4"), ("pad", "<i4"),
+             ("ids", "<i4", (k,)), ("logits", "<f4", (k,))]
         )  # fmt: skip
 
     def layout(self) -> dict[str, tuple[int, int]]:
         """(offset, bytes) of each array in the sampler's memory, which is all zero before its first use."""
-        histogram = self.max_rows * self.chunks * _BINS
+        groups = -(-self.vocab_size // _GROUP)
         sizes = {
             "params": self.num_slots * SLOT_PARAMS.itemsize,
             "edits": self.num_slots * max(self.max_edits, 1) * 8,
             "seen": self.num_slots * -(-self.vocab_size // 4) * 16,
             "states": self.max_rows * 64,
-            "chunk_weights": histogram * 8,
-            "chunk_counts": histogram * 4,
-            "raw_counts": histogram * 4,
-            "chunk_sums": self.max_rows * self.chunks * 8,
+            "weights": self.max_rows * _BINS * 8,
+            "counts": self.max_rows * _BINS * 4,
+            "raw_counts": self.max_rows * _BINS * 4,
+            "tops": self.max_rows * groups * 4,
+            "raw_tops": self.max_rows * groups * 4,
+            "group_sums": self.max_rows * groups * 8,
         }
         offset, layout = 0, {}
         for name, size in sizes.items():
@@ -145,7 +143,7 @@ class SamplerShape:
 
     @property
     def num_bytes(self) -> int:
-        offset, size = self.layout()["chunk_sums"]
+        offset, size = self.layout()["group_sums"]
         return offset + size
 
 
@@ -184,16 +182,20 @@ def sample_launches(
     num_rows and num_multiprocessors; results never do.
     """
     if ld < shape.vocab_size or ld % 4 or logits % 16:
+<<<<<<< HEAD
         raise ValueError(
             f"rows of logits must be 16-byte aligned and hold {shape.vocab_size}: ld {ld}, address {logits:#x}"
         )
+=======
+        raise ValueError(f"rows of logits, 16-byte aligned, of {shape.vocab_size}: got ld {ld}, address {logits:#x}")
+>>>>>>> step
     if not 1 <= num_rows <= shape.max_rows:
         raise ValueError(f"{num_rows} rows, the sampler's memory is for 1 to {shape.max_rows}")
     at = {name: address(memory + offset) for name, (offset, _) in shape.layout().items()}
     vocab = np.int32(shape.vocab_size)
     row = (CommonArgument(OP_SAMPLER), address(logits), np.int64(ld), address(rows), at["params"], at["edits"],
            np.int32(max(shape.max_edits, 1)), at["seen"], at["states"])  # fmt: skip
-    histograms = (at["chunk_weights"], at["chunk_counts"], at["raw_counts"], at["chunk_sums"])
+    sums = tuple(at[name] for name in ("weights", "counts", "raw_counts", "tops", "raw_tops", "group_sums"))
     blocks = max(1, _TOP_BLOCKS_PER_SM * num_multiprocessors // num_rows)
     share = -(-shape.vocab_size // (blocks * _TOP_SHARE)) * _TOP_SHARE
     top = Launch(
@@ -203,16 +205,21 @@ def sample_launches(
     if greedy_only:
         return (top,)
     weigh = Launch(
-        "sampler", "sampler_weigh", (shape.chunks, num_rows, 1), (_FINISH_THREADS, 1, 1), (*row, *histograms, vocab)
+        "sampler",
+        "sampler_weigh",
+        (-(-shape.vocab_size // _CHUNK), num_rows, 1),
+        (_FINISH_THREADS, 1, 1),
+        (*row, *sums, vocab),
     )
     finish = Launch(
         "sampler", "sampler_finish", (num_rows, 1, 1), (_FINISH_THREADS, 1, 1),
-        (*row, *histograms, vocab, address(last_token), address(results), address(scores), np.int32(shape.scores.itemsize),
-         np.int32(shape.max_logprobs)), _FINISH_SHARED,
+        (*row, *sums, vocab, address(last_token), address(results), address(scores),
+         np.int32(shape.scores.itemsize), np.int32(shape.max_logprobs)), _FINISH_SHARED,
     )  # fmt: skip
     return top, weigh, finish
 
 
+<<<<<<< HEAD
 # ---- what goes up ----------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +335,8 @@ def pack_updates(updates: Sequence[tuple[int, PackedSlot]], capacity: int) -> li
     return buffers
 
 
+=======
+>>>>>>> step
 # ---- what comes back -------------------------------------------------------------------------------------------------
 
 
@@ -337,9 +346,14 @@ def sample_results(
     """engine/sampler.py:sample's answer, from ROW_RESULT and shape.scores (rows,) of sampled rows; states as before the
     tokens are appended."""
     out = []
+<<<<<<< HEAD
     for i, (token, error, state) in enumerate(
         zip(results["token"].tolist(), results["error"].tolist(), states, strict=True)
     ):
+=======
+    tokens, errors = results["token"].tolist(), results["error"].tolist()
+    for i, (token, error, state) in enumerate(zip(tokens, errors, states, strict=True)):
+>>>>>>> step
         if error:
             text = _what_is_wrong(results[i], state.vocab_size)
             position = state.num_prompt_tokens + state.num_generated
@@ -354,7 +368,7 @@ def sample_results(
 
 def prompt_logprob(result: np.void, scores: np.void, vocab_size: int) -> TokenLogprob:
     """engine/sampler.py:token_logprobs' answer, from the ROW_RESULT and shape.scores of a SCORE row. Raises as it does:
-    NumericError where the row has no usable logits (or an earlier kernel failed), ValueError for a target outside it."""
+    NumericError where the row has no usable logits (or an earlier kernel failed), ValueError for a bad target."""
     if int(result["error"]) == _TARGET:
         raise ValueError(f"token id {int(result['first'])} is outside the vocabulary (0..{vocab_size - 1})")
     if int(result["error"]):

@@ -1,18 +1,19 @@
 // Selection in one row by a block of 512 threads: where a ranking reaches a count or a weight, exactly.
 //
-// The row has been cut into chunks of 8192 tokens and its candidates (logits >= threshold) into 512 bins of equal width,
-// bin 0 at the top; for every chunk and bin sampler_weigh has left the number of candidates and, where the weights of all
-// are needed, their sum. Every filter keeps a prefix of the ranking (engine/sampler.py), so it ends at one token: the bin
-// is found in running sums, the tokens of a range of bins are gathered into a list in shared memory, and the list is
-// narrowed the same way, by rank, until a warp can finish it. Double precision is only ever computed for dense lists.
+// The candidates of a row (logits >= threshold) are cut into 512 bins of equal width, bin 0 at the top. sampler_weigh has
+// left the number of candidates in each bin and, where the weights of all are needed, their sum; and the best logit of
+// every group of 128 neighbouring tokens. Every filter keeps a prefix of the ranking (engine/sampler.py), so it ends at one
+// token: its bin is found in running sums, the tokens of a range of bins are gathered into a list in shared memory (from
+// the groups that can have any), and the list is narrowed the same way, by rank, until a warp can finish it. Double
+// precision is only ever computed for dense lists.
 #pragma once
 #include "sampler_state.cuh"
 
 constexpr int FINISH_THREADS = 512, FINISH_WARPS = 16;
 constexpr int BINS = 512;  // = FINISH_THREADS: a thread a bin
-constexpr int CHUNK = 8192, STRIP = FINISH_THREADS * 4, STRIPS = CHUNK / STRIP;
-constexpr int MAX_CHUNKS = (1 << VOCAB_BITS) / CHUNK;
-constexpr int LIST = 8192;  // a chunk always fits
+constexpr int GROUP = 128;  // tokens: a warp's four each
+constexpr int MAX_GROUPS = (1 << VOCAB_BITS) / GROUP;
+constexpr int LIST = 8192, LIST_GROUPS = LIST / GROUP;  // as many groups always fit
 
 // Sums of 64 bits in shared memory by 32-bit atomics: 64-bit ones would be compare-and-swap loops there.
 struct SplitSums {
@@ -33,20 +34,20 @@ __device__ __forceinline__ Bins make_bins(float top, float threshold) {
     float width = fminf(__fsub_rn(top, threshold), FLOAT_MAX);
     return {top, width > 0.0f ? fminf(__fdiv_rn((float)BINS, width), FLOAT_MAX) : FLOAT_MAX};
 }
-__device__ __forceinline__ int bin_of(float logit, const Bins& bins) {
-    return (int)fminf(__fmul_rn(__fsub_rn(bins.top, logit), bins.scale), (float)(BINS - 1));
-}
+__device__ __forceinline__ float depth_of(float logit, const Bins& bins) { return __fmul_rn(__fsub_rn(bins.top, logit), bins.scale); }
+__device__ __forceinline__ int bin_of(float logit, const Bins& bins) { return (int)fminf(depth_of(logit, bins), (float)(BINS - 1)); }
 
 enum Which { DRAWN, RAW };  // the logits a token is drawn from, and the model's (for logprobs)
 
-struct Candidates {  // a row with the measures of its histograms
+struct Candidates {  // a row and what sampler_weigh says of it
     RowView row;
     float threshold;  // -inf: all tokens
     Bins bins;
     SoftmaxScale scale;
-    const u64* chunk_weights;      // (chunks, BINS) in global memory; null: only counts are there
-    const uint32_t* chunk_counts;  // (chunks, BINS)
-    int chunks;
+    u64* weights;      // (BINS,); null: only counts are there
+    uint32_t* counts;  // (BINS,)
+    uint32_t* tops;    // (groups,) order_key of the best logit
+    int groups;
 };
 
 enum Order { BY_RANK, BY_ID };  // of a list: the ranking, or ids ascending
@@ -76,12 +77,12 @@ struct Shared {
     double fractions[64];
     u64 warp_weight[FINISH_WARPS], warp_low[FINISH_WARPS];
     int warp_count[FINISH_WARPS];
-    u64 chunk_weight[MAX_CHUNKS];  // kept
-    int marked[MAX_CHUNKS], num_marked;
-    u64 few[32];
+    uint16_t marked[MAX_GROUPS];
+    int num_marked;
+    u64 few[32], best[BINS];
     int num_few;
-    int chosen;  // chunk, then warp, then token
-    u64 rest;
+    int chosen;
+    u64 rest, total;
     Candidates rows[2];
 };
 // One variable for all functions: through a reference argument the compiler would lose that it is shared memory.
@@ -156,55 +157,64 @@ __device__ __forceinline__ bool reaches(bool by_weight, u64 target, int count, i
 
 // ---- from the row to a list ------------------------------------------------------------------------------------------
 
-// Note the chunks that have candidates in the bins first..last.
-__device__ __noinline__ inline void mark_chunks(Which which, int first, int last) {
-    Shared& shared = finish_memory();
-    const uint32_t* counts = shared.rows[which].chunk_counts;
-    const int chunks = shared.rows[which].chunks, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) shared.num_marked = 0;
-    __syncthreads();
-    for (int chunk = threadIdx.x >> 5; chunk < chunks; chunk += FINISH_WARPS) {
-        bool any = false;
-        for (int bin = first + lane; bin <= last; bin += 32) any |= counts[chunk * BINS + bin] != 0;
-        any = __ballot_sync(0xFFFFFFFF, any) != 0;
-        if (any && lane == 0) shared.marked[atomicAdd(&shared.num_marked, 1)] = chunk;
-    }
-    __syncthreads();
-}
-
-// The list = candidates of the marked chunks begin..end-1, bins first..last, ranks lowest..highest; LIST of them at most.
+// The list = candidates of the groups begin..end-1, bins first..last, ranks lowest..highest; LIST of them at most.
 __device__ __noinline__ inline void gather(Which which, int begin, int end, int first, int last, u64 lowest, u64 highest) {
     constexpr int LOADS = 8;
     Shared& shared = finish_memory();
-    if (threadIdx.x == 0) shared.list_size = 0;
+    const Candidates& row = shared.rows[which];
+    const RowView view = row.row;
+    const float threshold = row.threshold, from = (float)first, to = (float)(last + 1);
+    const bool open = last == BINS - 1;  // the last bin has all that lies deeper
+    const Bins bins = row.bins;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __syncthreads();
-    const RowView row = shared.rows[which].row;
-    const float threshold = shared.rows[which].threshold;
-    const Bins bins = shared.rows[which].bins;
-    for (int start = begin * STRIPS; start < end * STRIPS; start += LOADS) {
+    if (threadIdx.x == 0) shared.list_size = shared.num_marked = 0;
+    __syncthreads();
+    for (int group = begin + threadIdx.x; group < end; group += FINISH_THREADS) {
+        float top = value_of_key(row.tops[group]);
+        if (top >= threshold && (open || depth_of(top, bins) < to)) shared.marked[atomicAdd(&shared.num_marked, 1)] = (uint16_t)group;
+    }
+    __syncthreads();
+    for (int start = warp; start < shared.num_marked; start += FINISH_WARPS * LOADS) {
         float4 x[LOADS];
-        auto id_of = [&](int i) {
-            int strip = start + i;
-            return strip < end * STRIPS ? shared.marked[strip / STRIPS] * CHUNK + strip % STRIPS * STRIP + (int)threadIdx.x * 4 : row.vocab;
-        };
+        int at[LOADS];
+        uint32_t passes = 0;  // a bit a token
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            int id = id_of(i);
-            x[i] = id < row.vocab ? load_logits(row, id) : float4{};
+            int index = start + i * FINISH_WARPS;
+            at[i] = index < shared.num_marked ? shared.marked[index] * GROUP + lane * 4 : view.vocab;
+            x[i] = at[i] < view.vocab ? load_logits(view, at[i]) : float4{};
         }
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            int at = id_of(i);
-            if (at >= row.vocab) continue;
-            for_four(x[i], at, row.vocab, [&](float logit, int id) {
-                if (!(logit >= threshold)) return;
-                int bin = bin_of(logit, bins);
-                if (bin < first || bin > last) return;
-                u64 rank = make_rank(order_key(logit), id);
-                if (rank < lowest || rank > highest) return;
-                int place = atomicAdd(&shared.list_size, 1);
-                if (place < LIST) shared.list[place] = rank;
-            });
+            const float logits[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float depth = depth_of(logits[j], bins);
+                bool in_range = at[i] + j < view.vocab && logits[j] >= threshold && depth >= from && (open || depth < to);
+                if (in_range) {
+                    u64 rank = make_rank(order_key(logits[j]), at[i] + j);
+                    if (rank >= lowest && rank <= highest) passes |= 1u << (i * 4 + j);
+                }
+            }
+        }
+        int count = __popc(passes), inclusive = count;
+        for (int step = 1; step < 32; step *= 2) {
+            int other = __shfl_up_sync(0xFFFFFFFF, inclusive, step);
+            if (lane >= step) inclusive += other;
+        }
+        int place = lane == 31 && inclusive > 0 ? atomicAdd(&shared.list_size, inclusive) : 0;
+        place = __shfl_sync(0xFFFFFFFF, place, 31) + inclusive - count;
+        if (passes == 0) continue;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const float logits[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (!(passes >> (i * 4 + j) & 1)) continue;
+                if (place < LIST) shared.list[place] = make_rank(order_key(logits[j]), at[i] + j);
+                ++place;
+            }
         }
     }
     __syncthreads();
@@ -331,19 +341,16 @@ __device__ __forceinline__ void select_in_whole_list(Which which, Order order, u
 
 // ---- where the ranking of a row reaches a target ---------------------------------------------------------------------
 
-// Running sums of the whole row's bins.
+// Running sums of the row's bins; the bins are left clear for the next step.
 __device__ __noinline__ inline void sum_bins(Which which) {
     Shared& shared = finish_memory();
     const Candidates& row = shared.rows[which];
-    const int bin = threadIdx.x, chunks = row.chunks;
-    const uint32_t* counts = row.chunk_counts;
-    const u64* weights = row.chunk_weights;
-    int count = 0;
+    const int bin = threadIdx.x, count = (int)row.counts[bin];
+    row.counts[bin] = 0;
     u64 weight = 0;
-#pragma unroll 4
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-        count += (int)counts[chunk * BINS + bin];
-        if (weights != nullptr) weight += weights[chunk * BINS + bin];
+    if (row.weights != nullptr) {
+        weight = row.weights[bin];
+        row.weights[bin] = 0;
     }
     const Sums sums = block_inclusive(weight, count);
     shared.running_weight[bin] = sums.weight;
@@ -364,36 +371,34 @@ __device__ __noinline__ inline void find_bin(bool by_weight, u64 target) {
 }
 
 // The cut in the bin that find_bin has found, whatever its size: while it does not fit the list, the span is narrowed by
-// passes over the row, a chunk at a time.
+// passes over the row, as many tokens at a time as the list holds.
 __device__ __noinline__ inline void cut_bin(Which which, bool by_weight, u64 target) {
     Shared& shared = finish_memory();
     const int bin = shared.bin;
-    mark_chunks(which, bin, bin);
+    const int groups = shared.rows[which].groups;
     while (shared.span.size > LIST) {
         const Span span = shared.span;
         u64 high = 0, low = ~0ull;
-        for (int i = 0; i < shared.num_marked; ++i) {
-            gather(which, i, i + 1, bin, bin, span.lowest, span.highest);
+        for (int group = 0; group < groups; group += LIST_GROUPS) {
+            gather(which, group, min(group + LIST_GROUPS, groups), bin, bin, span.lowest, span.highest);
             for_list(BY_RANK, 0, [&](u64 key, u64) {
                 high = key > high ? key : high;
                 low = key < low ? key : low;
             });
-            __syncthreads();
         }
         const Extremes ends = block_extremes(high, low);
         const int shift = part_shift(ends);
         clear_parts(shared);
-        for (int i = 0; i < shared.num_marked; ++i) {
-            gather(which, i, i + 1, bin, bin, span.lowest, span.highest);
+        for (int group = 0; group < groups; group += LIST_GROUPS) {
+            gather(which, group, min(group + LIST_GROUPS, groups), bin, bin, span.lowest, span.highest);
             for_list(BY_RANK, 0, [&](u64 key, u64 rank) {
                 int part = (int)((ends.highest - key) >> shift);
                 atomicAdd(&shared.counts[part], 1u);
                 if (which == DRAWN) add_split(shared.weights, part, list_weight(shared, which, rank));
             });
-            __syncthreads();
         }
         narrow(by_weight, target, ends.highest, shift);
     }
-    gather(which, 0, shared.num_marked, bin, bin, shared.span.lowest, shared.span.highest);
+    gather(which, 0, groups, bin, bin, shared.span.lowest, shared.span.highest);
     select_in_list(which, BY_RANK, 0, by_weight, target);
 }

@@ -217,7 +217,9 @@ class DeviceContext:
             pass  # a lost device cannot be asked; it was logged
         with pycuda_calls("releasing the context"):
             self._context.detach()
-        self.api.cuCtxSetCurrent(0)  # PyCUDA leaves the released context on this thread
+            other = self.cuda.Context.get_current()
+        if other is None:
+            self.api.cuCtxSetCurrent(0)  # PyCUDA leaves the released context on this thread
         if free is None:
             return
         missing = self.missing_bytes = self.free_bytes_at_start - free

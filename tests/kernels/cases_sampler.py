@@ -11,7 +11,7 @@ import numpy as np
 from engine.errors import NumericError
 from engine.sampler import SampleState, sample, token_logprobs
 from engine.types import SampleResult, SamplingParams, TokenLogprob
-from kernels import sampler
+from kernels import sampler, sampler_slots
 from kernels.launch import Launch
 
 
@@ -40,7 +40,6 @@ class DeviceSampler:
     shape: sampler.SamplerShape
     num_multiprocessors: int = 132
     update_words: int = 1 << 16
-    launches: int = 0
     _at: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,8 +56,8 @@ class DeviceSampler:
         }
 
     def set_slots(self, states: dict[int, SampleState]) -> None:
-        packed = [(slot, sampler.pack_slot(self.shape, state)) for slot, state in states.items()]
-        for buffer, count in sampler.pack_updates(packed, self.update_words):
+        packed = [(slot, sampler_slots.pack_slot(self.shape, state)) for slot, state in states.items()]
+        for buffer, count in sampler_slots.pack_updates(packed, self.update_words):
             assert buffer.size <= self.update_words
             self.machine.write(self._at["updates"], buffer)
             self.machine.run(sampler.update_launch(self.shape, self._at["memory"], self._at["updates"], count))

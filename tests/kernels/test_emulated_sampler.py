@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.fixed_softmax import softmax_weights
 from engine.sampler import SampleState
 from engine.types import SamplingParams
-from kernels.sampler import SamplerShape, pack_slot, pack_updates
+from kernels.sampler import SamplerShape
+from kernels.sampler_slots import pack_slot, pack_updates
 from tests.kernels.cases_sampler import BAD_KINDS, KINDS, DeviceSampler, Row, check, make_row, random_params
 from tests.kernels.emulator import EmulatedExecutor
 
@@ -176,9 +177,14 @@ def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
         ]
         if step % 2:
             scored = int(rng.integers(0, 4))
+<<<<<<< HEAD
             rows[scored] = Row(
                 rows[scored].logits, slots[scored], states[scored], target=int(rng.integers(0, vocab_size))
             )
+=======
+            target = int(rng.integers(0, vocab_size))
+            rows[scored] = Row(rows[scored].logits, slots[scored], states[scored], target)
+>>>>>>> step
         if step == 2:
             rows[int(rng.integers(0, 4))] = None
         results = check(device, rows)
@@ -245,7 +251,7 @@ def test_greedy_only_needs_one_kernel_and_takes_the_lowest_of_equals():
     states = [SampleState(sampling(temperature=0.0, min_tokens=i, stop_token_ids=(7,)), [], size, 0) for i in range(3)]
     row = np.full(size, -1.0, np.float32)
     row[[7, 4000, 4999]] = [0.0, -0.0, 0.0]
-    assert not any(pack_slot(device.shape, state).needs_more for state in states)
+    assert all(pack_slot(device.shape, state).greedy_only for state in states)
     assert [r.token_id for r in run_states(device, row, states, greedy_only=True)] == [7, 4000, 4000]
 
 
@@ -274,14 +280,19 @@ def test_padding_rows_do_nothing():
 def test_updates_larger_than_the_buffer_are_continued():
     size = 3000
     shape = SamplerShape(num_slots=3, vocab_size=size, max_rows=2, max_edits=64, max_logprobs=5)
+<<<<<<< HEAD
     state = SampleState(
         sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0}), list(range(0, size, 2)), size, 0
     )
+=======
+    params = sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0})
+    state = SampleState(params, list(range(0, size, 2)), size, 0)
+>>>>>>> step
     small = SampleState(sampling(temperature=0.0), [], size, 0)
     packed = [(0, pack_slot(shape, state)), (1, pack_slot(shape, small))]
     buffers = pack_updates(packed, 500)
     assert len(buffers) > 6 and all(buffer.size <= 500 for buffer, _ in buffers)
-    with pytest.raises(ValueError, match="cannot hold 2 edits and a token"):
+    with pytest.raises(ValueError, match="too small for 2 edits and a token"):
         pack_updates(packed, 36)
     device = DeviceSampler(EmulatedMachine(), shape, update_words=500)
     run_states(device, make_row("peaked", 1, size), [state, small])
@@ -292,8 +303,13 @@ def test_limits_of_the_shape_are_told():
         SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2048, max_logprobs=5)
     shape = SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2, max_logprobs=5)
     with pytest.raises(ValueError, match="3 ids with a bias or masked"):
+<<<<<<< HEAD
         pack_slot(
             shape, SampleState(sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,)), [], 10, 0)
         )
+=======
+        params = sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,))
+        pack_slot(shape, SampleState(params, [], 10, 0))
+>>>>>>> step
     with pytest.raises(ValueError, match="6 logprobs"):
         pack_slot(shape, SampleState(sampling(logprobs=6), [], 10, 0))

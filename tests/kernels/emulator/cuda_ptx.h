@@ -52,6 +52,7 @@ inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
     emulator::warp_collective(emulator::WAIT_MMA, 0xFFFFFFFF, operand, file, line, emulator::mma_16816);
 }
 
+inline uint32_t atomic_add_ordered(uint32_t* p, uint32_t value) { return atomicAdd(p, value); }
 inline void named_barrier(int id, int threads, EMULATOR_SITE) { emulator::barrier_sync(id, threads, false, file, line); }
 inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive_only(id, threads); }
 
