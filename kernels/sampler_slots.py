@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine.fixed_softmax import ZERO_BELOW
 from engine.sampler import GREEDY_BELOW
 from engine.types import Int32Array, Int64Array
-from kernels.sampler import MAX_COUNT, SLOT_PARAMS, SLOT_UPDATE, SamplerShape
+from kernels.sampler_layout import MAX_COUNT, SLOT_PARAMS, SLOT_UPDATE, SamplerShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +42,9 @@ class PackedSlot:
         return int(self.params["flags"])
 
     @property
-    def greedy_only(self) -> bool:
-        """Its rows need the first kernel only (sampler.py:sample_launches)."""
-        return bool(self.flags & GREEDY) and int(self.params["logprobs"]) < 0
+    def needs_more(self) -> bool:
+        """Its rows need more than the first kernel (sampler.py:sample_launches, greedy_only)."""
+        return not self.flags & GREEDY or int(self.params["logprobs"]) >= 0
 
 
 def pack_slot(shape: SamplerShape, state: SampleState) -> PackedSlot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
 import re
 import signal
 import tempfile

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from engine.fixed_softmax import softmax_weights
 from engine.sampler import SampleState
 from engine.types import SamplingParams
-from kernels.sampler import SamplerShape
-from kernels.sampler_slots import pack_slot, pack_updates
-from tests.kernels.cases_sampler import BAD_KINDS, KINDS, DeviceSampler, Row, check, make_row, random_params
+from kernels.sampler import SamplerShape, pack_slot, pack_updates
+from tests.kernels.cases_sampler import BAD_KINDS, KINDS, DeviceSampler, Row, check, check_random_requests, make_row
 from tests.kernels.emulator import EmulatedExecutor
 
 FULL = os.environ.get("APPLIANCE_FULL") == "1"
@@ -159,38 +158,11 @@ def test_a_target_outside_the_vocabulary():
             device.step([Row(make_row("peaked", 1, 50), 0, state, target=target)])
 
 
-@settings(deadline=None, max_examples=1000 if FULL else 120)
+@settings(deadline=None, max_examples=1000 if FULL else 100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from(sorted(KINDS)), st.integers(0, 5))
 def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
-    """Counts for penalties live on the device: the host's SampleState is told each token and must agree to the end."""
-    rng = np.random.default_rng(seed)
-    device = make_device(vocab_size, rows=4, seed=order, num_multiprocessors=int(rng.choice([1, 132])))
-    states = []
-    for _ in range(4):
-        prompt = [int(i) for i in rng.integers(0, vocab_size, int(rng.integers(0, 30)))]
-        states.append(SampleState(random_params(rng, vocab_size, 20, 60), prompt, vocab_size, int(rng.integers(0, 3))))
-    slots = [int(i) for i in rng.permutation(5)[:4]]
-    device.set_slots(dict(zip(slots, states)))
-    for step in range(4):
-        rows: list[Row | None] = [
-            Row(make_row(kind, seed + step, vocab_size), slot, state) for slot, state in zip(slots, states)
-        ]
-        if step % 2:
-            scored = int(rng.integers(0, 4))
-<<<<<<< HEAD
-            rows[scored] = Row(
-                rows[scored].logits, slots[scored], states[scored], target=int(rng.integers(0, vocab_size))
-            )
-=======
-            target = int(rng.integers(0, vocab_size))
-            rows[scored] = Row(rows[scored].logits, slots[scored], states[scored], target)
->>>>>>> step
-        if step == 2:
-            rows[int(rng.integers(0, 4))] = None
-        results = check(device, rows)
-        for row, result in zip(rows, results):
-            if row is not None and row.target is None and result.error is None:
-                row.state.append(result.token_id)
+    device = make_device(vocab_size, rows=5, seed=order, num_multiprocessors=(1, 132)[seed % 2])
+    check_random_requests(device, seed, 4, kinds=[kind])
 
 
 def test_penalties_on_counts_of_many_steps_and_after_a_rebuild():
@@ -251,7 +223,7 @@ def test_greedy_only_needs_one_kernel_and_takes_the_lowest_of_equals():
     states = [SampleState(sampling(temperature=0.0, min_tokens=i, stop_token_ids=(7,)), [], size, 0) for i in range(3)]
     row = np.full(size, -1.0, np.float32)
     row[[7, 4000, 4999]] = [0.0, -0.0, 0.0]
-    assert all(pack_slot(device.shape, state).greedy_only for state in states)
+    assert not any(pack_slot(device.shape, state).needs_more for state in states)
     assert [r.token_id for r in run_states(device, row, states, greedy_only=True)] == [7, 4000, 4000]
 
 
@@ -280,14 +252,8 @@ def test_padding_rows_do_nothing():
 def test_updates_larger_than_the_buffer_are_continued():
     size = 3000
     shape = SamplerShape(num_slots=3, vocab_size=size, max_rows=2, max_edits=64, max_logprobs=5)
-<<<<<<< HEAD
-    state = SampleState(
-        sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0}), list(range(0, size, 2)), size, 0
-    )
-=======
     params = sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0})
     state = SampleState(params, list(range(0, size, 2)), size, 0)
->>>>>>> step
     small = SampleState(sampling(temperature=0.0), [], size, 0)
     packed = [(0, pack_slot(shape, state)), (1, pack_slot(shape, small))]
     buffers = pack_updates(packed, 500)
@@ -303,13 +269,7 @@ def test_limits_of_the_shape_are_told():
         SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2048, max_logprobs=5)
     shape = SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2, max_logprobs=5)
     with pytest.raises(ValueError, match="3 ids with a bias or masked"):
-<<<<<<< HEAD
-        pack_slot(
-            shape, SampleState(sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,)), [], 10, 0)
-        )
-=======
         params = sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,))
         pack_slot(shape, SampleState(params, [], 10, 0))
->>>>>>> step
     with pytest.raises(ValueError, match="6 logprobs"):
         pack_slot(shape, SampleState(sampling(logprobs=6), [], 10, 0))
