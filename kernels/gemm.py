@@ -22,10 +22,10 @@ Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
-_SHARED_BYTES = 104 << 10
+_SHARED_BYTES = 176 << 10
 """Dynamic shared memory of a block."""
 
-_AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings, before the kernel before it has ended
+_AHEAD_BYTES = 0
 _MAX_TEAMS = {8: 8, 16: 8, 32: 8, 64: 4}  # by rows of the variant; 9 warps are compiled for
 _i32 = np.int32
 
@@ -107,8 +107,8 @@ def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors
     share = -(-tiles // num_multiprocessors)  # of the block with most
     teams = -(-share // -(-share // _MAX_TEAMS[rows]))
     return make_decode_plan(
-        rows, blocks=-(-tiles // share), teams=teams, piece=4 if teams <= 3 and rows <= 16 else 2, k_pad=k_pad,
-        cluster=2 if teams <= 3 and rows >= 16 and -(-tiles // share) % 2 == 0 else 1,
+        rows, blocks=-(-tiles // share), teams=teams, piece=4 if teams <= 3 and rows <= 32 else 2, k_pad=k_pad,
+        
     )  # fmt: skip
 
 

@@ -18,13 +18,9 @@
 // HBM must not idle between kernels. Weights never change in a step, so a team does not wait for the kernel before us to
 // fill its ring, and asks L2 for `ahead` pieces more. It lets the next kernel begin when it has nothing left to ask for.
 //
-<<<<<<< HEAD
 // With clusters, the blocks of a cluster read the same x: each fetches every n-th box of a piece into all of them.
 //
 // Launch: kernels/gemm.py. Grid (blocks, 1, 1), (1 + teams * SPLIT) * 32 threads, cluster 1, 2 or 4 along x.
-=======
-// Launch: kernels/gemm.py. Grid (blocks, 1, 1), teams * SPLIT * 32 threads.
->>>>>>> step
 // path: hopper
 #include "gemm_core.cuh"
 
