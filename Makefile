@@ -8,7 +8,7 @@ BACKEND := cpu
 export PYTHON
 BIN = .venv/bin
 
-.PHONY: help demo serve test test-full bench soak lint setup setup-dev setup-bench lock clean
+.PHONY: help demo serve test test-full test-gpu kernels bench soak lint setup setup-dev setup-gpu setup-bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,12 @@ test: setup-dev ## all tests, reduced counts (what CI runs)
 test-full: setup-dev ## the issues' full counts (about half an hour)
 	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 1800
 
+test-gpu: setup-gpu kernels ## the tests that need an NVIDIA GPU (a skip for want of one is a failure)
+	@APPLIANCE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu --timeout 1800 tests
+
+kernels: setup ## compile the CUDA kernels into kernels/fatbin (needs nvcc 13.0, no GPU)
+	@$(BIN)/python -m kernels.build
+
 bench: setup-bench ## our figures beside the peers', in one run
 	@$(BIN)/python -m tests.bench
 
@@ -40,6 +46,9 @@ setup: ## the venv for demo and serve
 setup-dev: ## the venv for the tests
 	@.ci/setup dev
 
+setup-gpu:
+	@.ci/setup gpu
+
 setup-bench:
 	@.ci/setup bench
 
@@ -47,5 +56,5 @@ lock: ## write the locked requirements anew (needs uv)
 	@.ci/lock
 
 clean: ## everything that was built or installed here (models stay)
-	rm -rf .venv .venv-bench build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
+	rm -rf .venv .venv-bench build kernels/fatbin tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
 	find . -name __pycache__ -prune -exec rm -rf {} + ; find engine kernels -name '*.so' -delete

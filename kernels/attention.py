@@ -25,7 +25,7 @@ _DECODE_WARPS = 4
 _EXCHANGE_BYTES = 5632  # attention_decode.cu
 _HOPPER_STAGES = {64: (6, 2), 96: (4, 2), 128: (3, 2), 256: (3, 1)}  # page buffers a block, blocks a multiprocessor
 _PREFILL_ROWS = {"hopper": {64: 128, 96: 128, 128: 128, 256: 128}, "portable": {64: 128, 96: 128, 128: 128, 256: 64}}
-_PREFILL_STAGES = {64: 6, 96: 6, 128: 5, 256: 2}  # hopper
+_WGMMA_STAGES = {64: 4, 128: 3, 256: 1}  # hopper: buffers of K and V; head_dims not here take the portable kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,13 @@ def prefill(
     padded = shape.padded_dim
     _check_out(shape, ld_out)
     rows = _PREFILL_ROWS[executor.path][padded]
-    pages = _PREFILL_STAGES[padded] if executor.path == "hopper" else 1 if padded == 256 else 2
     parts = 2 if padded == 256 else 1  # blocks that share the columns of V
+    if executor.path == "hopper" and padded in _WGMMA_STAGES:
+        pages_bytes = _WGMMA_STAGES[padded] * (_page_bytes(padded) + _page_bytes(padded) // parts)
+        q_bytes = rows * 2 * padded
+    else:
+        pages_bytes = (1 if padded == 256 else 2) * _page_bytes(padded)
+        q_bytes = rows * _q_row_bytes(padded)
     return Launch(
         module="attention_prefill",
         kernel=f"attention_prefill_d{padded}",
@@ -145,7 +150,7 @@ def prefill(
             _i32(num_pages), _i32(shape.num_heads), _i32(shape.num_kv_heads), _i32(shape.head_dim), _i32(ld_out),
             shape.scale_log2, _i32(shape.window),
         ),
-        shared_bytes=pages * _page_bytes(padded) + rows * _q_row_bytes(padded),
+        shared_bytes=pages_bytes + q_bytes,
     )  # fmt: skip
 
 

@@ -53,33 +53,64 @@ struct HeadBlocks {
 
 // Shared address of the 16-byte chunk `chunk` of token `token` in a page at `page` (common.cuh, "layouts").
 template <int DP> __device__ __forceinline__ uint32_t chunk_address(uint32_t page, int token, int chunk) {
-    return page + token * (DP * 2) + swizzled_chunk(chunk, token, DP) * 16;
+    return page + page_chunk(chunk, token, DP) * 16;
+}
+// A page's panels, each PANEL_BYTES apart; a token's row in a panel has ROW_BYTES.
+template <int DP> struct Panels {
+    static constexpr int COUNT = DP == 96 ? 1 : DP / 64;
+    static constexpr int ROW_BYTES = DP == 96 ? 192 : 128;
+    static constexpr int PANEL_BYTES = PAGE_TOKENS * ROW_BYTES;
+};
+
+// Tokens [from, end) of a page, global to shared, by cp.async of all `threads`; the caller commits.
+template <int DP> __device__ __forceinline__ void load_tokens(uint8_t* page, const bf16* source, int from, int end, int thread, int threads) {
+    using P = Panels<DP>;
+    constexpr int CHUNKS = P::ROW_BYTES / 16;
+    for (int i = thread; i < (end - from) * CHUNKS * P::COUNT; i += threads) {
+        int chunk = i / (CHUNKS * P::COUNT) * CHUNKS + from * CHUNKS + i % CHUNKS, panel = i / CHUNKS % P::COUNT;
+        int place = panel * P::PANEL_BYTES + chunk * 16;
+        ptx::cp_async_16(ptx::shared_address(page + place), source + place / 2);
+    }
 }
 
-// t += q . k for 16 rows and the 8 * TILES keys from key0 on, over head_dim [16 step, 16 step + 16). Lane l = 4g + c holds
-// rows g (t[.][0..1]) and g + 8 (t[.][2..3]) and keys key0 + 8 tile + 2c, + 1.
+// Zeroes tokens [from, end) of a page in shared memory.
+template <int DP> __device__ __forceinline__ void zero_tokens(uint8_t* page, int from, int end, int thread, int threads) {
+    using P = Panels<DP>;
+    constexpr int CHUNKS = P::ROW_BYTES / 16;
+    for (int i = thread; i < (end - from) * CHUNKS; i += threads)
+#pragma unroll
+        for (int panel = 0; panel < P::COUNT; panel++) *reinterpret_cast<uint4*>(page + panel * P::PANEL_BYTES + (from * CHUNKS + i) * 16) = make_uint4(0, 0, 0, 0);
+}
+
+__device__ __forceinline__ int group_end(int token) { return (token + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS; }
+
+// An 8-column tile of an accumulator of 16 rows. Tile t of lane 4g + c: [4t], [4t + 1] = row g, columns 8t + 2c and + 1;
+// [4t + 2], [4t + 3] = row g + 8. So for mma.sync, and for a warp's 16 rows of wgmma.
+template <int N> __device__ __forceinline__ float (&tile_of(float (&x)[N], int tile))[4] { return *reinterpret_cast<float(*)[4]>(x + 4 * tile); }
+
+// t += q . k for 16 rows and the 8 * TILES keys from key0 on, over head_dim [16 step, 16 step + 16).
 template <int DP, int TILES>
-__device__ __forceinline__ void scores_step(float (&t)[TILES][4], const uint32_t (&q)[4], uint32_t k_page, int key0, int step, int lane) {
+__device__ __forceinline__ void scores_step(float (&t)[TILES * 4], const uint32_t (&q)[4], uint32_t k_page, int key0, int step, int lane) {
 #pragma unroll
     for (int pair = 0; pair < TILES / 2; pair++) {
         uint32_t k[4];
         int key = key0 + pair * 16 + (lane & 7) + (lane >> 4) * 8;
         ptx::ldmatrix_x4(k, chunk_address<DP>(k_page, key, 2 * step + ((lane >> 3) & 1)));
-        ptx::mma_16816(t[2 * pair], q, k[0], k[1]);
-        ptx::mma_16816(t[2 * pair + 1], q, k[2], k[3]);
+        ptx::mma_16816(tile_of(t, 2 * pair), q, k[0], k[1]);
+        ptx::mma_16816(tile_of(t, 2 * pair + 1), q, k[2], k[3]);
     }
 }
 
 // Makes keys outside [first, end) of row g, and of row g + 8, invisible.
 template <int TILES>
-__device__ __forceinline__ void mask(float (&t)[TILES][4], int key0, int lane, int first_low, int end_low, int first_high, int end_high) {
+__device__ __forceinline__ void mask(float* t, int key0, int lane, int first_low, int end_low, int first_high, int end_high) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int key = key0 + tile * 8 + (lane & 3) * 2 + i;
-            if (key < first_low || key >= end_low) t[tile][i] = MINUS_INFINITY;
-            if (key < first_high || key >= end_high) t[tile][2 + i] = MINUS_INFINITY;
+            if (key < first_low || key >= end_low) t[4 * tile + i] = MINUS_INFINITY;
+            if (key < first_high || key >= end_high) t[4 * tile + 2 + i] = MINUS_INFINITY;
         }
 }
 
@@ -89,11 +120,11 @@ __device__ __forceinline__ float quad_max(float v) {
 }
 
 // Largest t of rows g and g + 8 among this lane's keys.
-template <int TILES> __device__ __forceinline__ void largest(const float (&t)[TILES][4], float& low, float& high) {
+template <int TILES> __device__ __forceinline__ void largest(const float* t, float& low, float& high) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-        low = fmaxf(low, fmaxf(t[tile][0], t[tile][1]));
-        high = fmaxf(high, fmaxf(t[tile][2], t[tile][3]));
+        low = fmaxf(low, fmaxf(t[4 * tile], t[4 * tile + 1]));
+        high = fmaxf(high, fmaxf(t[4 * tile + 2], t[4 * tile + 3]));
     }
 }
 
@@ -103,7 +134,7 @@ __device__ __forceinline__ float page_maximum(float largest_t, float scale_log2)
 
 // p of one group of 32 keys as the A operand of the two products of 16 keys, and this lane's sums of p: tiles ascending,
 // the lane's first key before its second. `base`: m_page, or 0 where that is -inf.
-__device__ __forceinline__ void probabilities(uint32_t (&p)[2][4], float& sum_low, float& sum_high, const float* t /*[4][4]*/, float base_low,
+__device__ __forceinline__ void probabilities(uint32_t (&p)[2][4], float& sum_low, float& sum_high, const float* t, float base_low,
                                               float base_high, float scale_log2) {
     sum_low = 0.0f;
     sum_high = 0.0f;
@@ -125,10 +156,9 @@ __device__ __forceinline__ float page_sum(float g0, float g1, float g2, float g3
     return __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, 2));
 }
 
-// o += p . v for 16 rows, the 32 keys of `group`, and 8 * TILES columns of V from chunk `chunk0` on. Lane 4g + c holds rows
-// g and g + 8 and columns 8 (chunk0 + tile) + 2c, + 1.
+// o += p . v for 16 rows, the 32 keys of `group`, and 8 * TILES columns of V from chunk `chunk0` on.
 template <int DP, int TILES>
-__device__ __forceinline__ void values_group(float (&o)[TILES][4], const uint32_t (&p)[2][4], uint32_t v_page, int group, int chunk0, int lane) {
+__device__ __forceinline__ void values_group(float (&o)[TILES * 4], const uint32_t (&p)[2][4], uint32_t v_page, int group, int chunk0, int lane) {
     constexpr int BATCH = TILES % 4 == 0 ? 4 : TILES;  // products in a row that do not wait for each other
 #pragma unroll
     for (int tile0 = 0; tile0 < TILES; tile0 += BATCH) {
@@ -138,7 +168,7 @@ __device__ __forceinline__ void values_group(float (&o)[TILES][4], const uint32_
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) ptx::mma_16816(o[tile0 + i], p[half], v[i][2 * half], v[i][2 * half + 1]);
+            for (int i = 0; i < BATCH; i++) ptx::mma_16816(tile_of(o, tile0 + i), p[half], v[i][2 * half], v[i][2 * half + 1]);
     }
 }
 

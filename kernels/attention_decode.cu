@@ -59,37 +59,56 @@ struct Exchange {
 constexpr int EXCHANGE_BYTES = 5632;  // kernels/attention.py
 static_assert(sizeof(Exchange) <= EXCHANGE_BYTES, "");
 
-// The row of the page at `place`: the largest r with page_prefix[r] <= place. A warp looks at 32 rows at a time.
-__device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place, int lane) {
-    int low = 0, n = rows;
-    while (n > 1) {
-        int step = (n + 31) / 32;
-        bool before = lane * step < n && __ldcg(page_prefix + low + lane * step) <= place;
-        int k = max(0, __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1);
-        low += k * step;
-        n = min(step, n - k * step);
+// The row of the page at `place`: the largest r with page_prefix[r] <= place.
+__device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place) {
+    int low = 0, high = rows;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (__ldcg(page_prefix + middle) <= place)
+            low = middle;
+        else
+            high = middle;
     }
     return low;
 }
 
-__device__ __forceinline__ Item find_item(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, int index, int lane, bool report) {
+// An item and the metadata that says so.
+struct Found {
     Item item;
+    int position, slot, table_page;
+};
+
+__device__ __forceinline__ Found find_item(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, int index, bool report) {
+    Found found;
+    Item& item = found.item;
     item.place = index / num_blocks;
     item.block = index % num_blocks;
-    item.row = find_row(d.page_prefix, d.rows, item.place, lane);
+    item.row = find_row(d.page_prefix, d.rows, item.place);
     item.row_place = __ldcg(d.page_prefix + item.row);
     item.pages = __ldcg(d.page_prefix + item.row + 1) - item.row_place;
-    int position = __ldcg(d.positions + item.row), slot = __ldcg(d.slots + item.row);
-    int first = d.window > 0 ? max(0, position - d.window + 1) : 0;
-    int page = max(0, first / PAGE_TOKENS + item.place - item.row_place);
+    found.position = __ldcg(d.positions + item.row);
+    found.slot = __ldcg(d.slots + item.row);
+    int first = d.window > 0 ? max(0, found.position - d.window + 1) : 0, page = max(0, first / PAGE_TOKENS + item.place - item.row_place);
+    found.table_page = page;
     item.first = max(0, first - page * PAGE_TOKENS);
-    item.end = min(PAGE_TOKENS, position - page * PAGE_TOKENS + 1);
-    item.page = page_index(common, d.block_tables, d.table_width, d.num_pages, slot, page, blocks.first_head(item.block), position, report && lane == 0);
-    return item;
+    item.end = min(PAGE_TOKENS, found.position - page * PAGE_TOKENS + 1);
+    item.page = page_index(common, d.block_tables, d.table_width, d.num_pages, found.slot, page, blocks.first_head(item.block), found.position, report);
+    return found;
 }
 
-template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item, int token) {
-    return (((int64_t)item.page * d.num_kv_heads + blocks.kv_head(item.block)) * PAGE_TOKENS + token) * DP;
+// Whether the metadata still says the same: all loads at once, where find_item's wait for each other.
+__device__ __forceinline__ bool still_true(const Decode& d, const Found& found) {
+    const Item& item = found.item;
+    int in_row = item.place - item.row_place;
+    if (item.end <= 0 || in_row < 0 || in_row >= item.pages || found.table_page >= d.table_width) return false;
+    int row_place = __ldcg(d.page_prefix + item.row), next_place = __ldcg(d.page_prefix + item.row + 1);
+    int position = __ldcg(d.positions + item.row), slot = __ldcg(d.slots + item.row);
+    int page = __ldcg(d.block_tables + (int64_t)found.slot * d.table_width + found.table_page);
+    return row_place == item.row_place && next_place - row_place == item.pages && position == found.position && slot == found.slot && page == item.page;
+}
+
+template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item) {
+    return ((int64_t)item.page * d.num_kv_heads + blocks.kv_head(item.block)) * (PAGE_TOKENS * DP);
 }
 
 __host__ __device__ constexpr int padded_row(int dp) { return dp * 2 + 16; }  // bytes from one row of q to the next in shared memory
@@ -102,9 +121,9 @@ template <int DP> __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint3
 
 // Scores of this warp's 32 keys; invisible ones -inf. Leaves the maxima of its keys for the other warps.
 template <int DP>
-__device__ __forceinline__ void item_scores(float (&t)[4][4], Exchange& exchange, uint32_t k_page, uint32_t q, int heads, const Item& item, int warp, int lane) {
+__device__ __forceinline__ void item_scores(float (&t)[16], Exchange& exchange, uint32_t k_page, uint32_t q, int heads, const Item& item, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) t[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < 16; i++) t[i] = 0.0f;
     if (warp * GROUP_KEYS < item.end && (warp + 1) * GROUP_KEYS > item.first) {
         uint32_t zeros = ptx::shared_address(&exchange.zeros);
 #pragma unroll
@@ -130,11 +149,11 @@ __device__ __forceinline__ float row_maximum(const Exchange& exchange, int row, 
 }
 
 // P of this warp's keys, for all warps. Returns m_page of rows g and g + 8.
-__device__ __forceinline__ float2 item_probabilities(const float (&t)[4][4], Exchange& exchange, float scale_log2, int warp, int lane) {
+__device__ __forceinline__ float2 item_probabilities(const float (&t)[16], Exchange& exchange, float scale_log2, int warp, int lane) {
     float2 m = make_float2(row_maximum(exchange, lane >> 2, scale_log2), row_maximum(exchange, (lane >> 2) + 8, scale_log2));
     uint32_t p[2][4];
     float2 sum;
-    probabilities(p, sum.x, sum.y, &t[0][0], m.x == MINUS_INFINITY ? 0.0f : m.x, m.y == MINUS_INFINITY ? 0.0f : m.y, scale_log2);
+    probabilities(p, sum.x, sum.y, t, m.x == MINUS_INFINITY ? 0.0f : m.x, m.y == MINUS_INFINITY ? 0.0f : m.y, scale_log2);
     exchange.sums[warp][lane] = sum;
 #pragma unroll
     for (int half = 0; half < 2; half++) exchange.p[2 * warp + half][lane] = make_uint4(p[half][0], p[half][1], p[half][2], p[half][3]);
@@ -147,9 +166,9 @@ __device__ __forceinline__ float2 item_sum(const Exchange& exchange, int lane) {
 }
 
 // o of this warp's quarter of the columns.
-template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 32][4], const Exchange& exchange, uint32_t v_page, const Item& item, int warp, int lane) {
+template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 8], const Exchange& exchange, uint32_t v_page, const Item& item, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < DP / 8; i++) o[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < DP / 8; i++) o[i] = 0.0f;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         if (group * GROUP_KEYS >= item.end || (group + 1) * GROUP_KEYS <= item.first) continue;
@@ -166,12 +185,6 @@ template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 32
     }
 }
 
-// Zeroes V from `end` to the end of its group of 32 keys. All computing threads.
-template <int DP> __device__ __forceinline__ void zero_tail(uint8_t* v_page, int end, int thread) {
-    int from = end * (DP / 8), to = (end + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS * (DP / 8);
-    for (int i = from + thread; i < to; i += COMPUTE_THREADS) reinterpret_cast<uint4*>(v_page)[i] = make_uint4(0, 0, 0, 0);
-}
-
 __device__ __forceinline__ void store_pair(const Decode& d, int row, int head, int column, float x, float y) {
     if (column < d.head_dim) *reinterpret_cast<uint32_t*>(d.out + (int64_t)row * d.ld_out + head * d.head_dim + column) = ptx::pair_bf16(x, y);
 }
@@ -181,7 +194,7 @@ template <int DP> __device__ __forceinline__ float* partial_of(const Decode& d, 
 }
 
 template <int DP>
-__device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& blocks, const Item& item, float2 m, float2 l, const float (&o)[DP / 32][4], int warp, int lane) {
+__device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& blocks, const Item& item, float2 m, float2 l, const float (&o)[DP / 8], int warp, int lane) {
     int heads = blocks.heads(item.block), head0 = blocks.first_head(item.block);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -193,13 +206,13 @@ __device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& bl
             float inverse_l = inverse(row_l);
 #pragma unroll
             for (int tile = 0; tile < DP / 32; tile++)
-                store_pair(d, item.row, head0 + row, column0 + tile * 8, finish(o[tile][2 * half], inverse_l), finish(o[tile][2 * half + 1], inverse_l));
+                store_pair(d, item.row, head0 + row, column0 + tile * 8, finish(o[4 * tile + 2 * half], inverse_l), finish(o[4 * tile + 2 * half + 1], inverse_l));
         } else {
             float* target = partial_of<DP>(d, item.place, head0 + row);
             if (warp == 0 && (lane & 3) == 0) *reinterpret_cast<float2*>(target) = make_float2(row_m, row_l);
 #pragma unroll
             for (int tile = 0; tile < DP / 32; tile++)
-                *reinterpret_cast<float2*>(target + 8 + column0 + tile * 8) = make_float2(o[tile][2 * half], o[tile][2 * half + 1]);
+                *reinterpret_cast<float2*>(target + 8 + column0 + tile * 8) = make_float2(o[4 * tile + 2 * half], o[4 * tile + 2 * half + 1]);
         }
     }
 }
@@ -247,10 +260,8 @@ template <int DP> __device__ __forceinline__ void finish_item(const Decode& d, c
     ptx::named_barrier(1, COMPUTE_THREADS);
     if (thread == 0) {
         uint32_t* counter = d.counters + (int64_t)item.row * num_blocks + item.block;
-        __threadfence();
-        exchange.last = atomicAdd(counter, 1u) == (uint32_t)item.pages - 1;
+        exchange.last = ptx::atomic_add_ordered(counter, 1u) == (uint32_t)item.pages - 1;
         if (exchange.last) *counter = 0;
-        __threadfence();
     }
     ptx::named_barrier(1, COMPUTE_THREADS);
     if (exchange.last) merge_row<DP>(d, blocks, item, thread);
@@ -264,46 +275,58 @@ template <int DP, int STAGES> struct Ring {
     static constexpr int Q_SLOTS = (STAGES + 1) / 2;  // K of item n + Q_SLOTS is not copied before K of item n was read
 };
 
-// The fifth warp: finds this block's items and fills the ring with K (and q), V, K (and q), V ...
+// The fifth warp: finds this block's items, 32 at a time, one a lane, and fills the ring with K (and q), V, K (and q), V ...
 template <int DP, int STAGES>
 __device__ __forceinline__ void produce(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Item* items,
                                         uint64_t* full, uint64_t* empty, int lane) {
     using R = Ring<DP, STAGES>;
-    // K and V of the first items into L2 while the kernels before us end. The metadata may still be another step's: a
-    // prefetch from a wrong page is only wasted.
-    for (int n = 0; n < 2; n++) {
-        int index = blockIdx.x + n * gridDim.x;
-        if (index >= __ldcg(d.page_prefix + d.rows) * num_blocks) break;
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, false);
-        int64_t offset = page_offset<DP>(d, blocks, item, 0);
-        if (lane < 2 && item.end > 0) ptx::bulk_prefetch_l2((lane == 0 ? d.k_layer : d.v_layer) + offset, item.end * DP * 2);
+    using P = Panels<DP>;
+    // While the kernels before us end: finds the first items and asks for their K and V in L2. The metadata may still be
+    // another step's: a prefetch from a wrong page is only wasted, and each item is checked again.
+    int index = blockIdx.x + lane * gridDim.x;
+    Found found = {};
+    if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) {
+        found = find_item(common, d, blocks, num_blocks, index, false);
+        int64_t offset = page_offset<DP>(d, blocks, found.item);
+        if (lane < (STAGES + 1) / 2 && found.item.end > 0)
+            for (int i = 0; i < 2 * P::COUNT; i++)
+                ptx::bulk_prefetch_l2((i & 1 ? d.v_layer : d.k_layer) + offset + (i >> 1) * (P::PANEL_BYTES / 2), found.item.end * P::ROW_BYTES);
     }
     ptx::wait_for_previous();
     int stage = 0, parity = 1, q_slot = 0;
+    bool known = still_true(d, found);
     int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, true);
-        int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * DP * 2;
-        int64_t offset = page_offset<DP>(d, blocks, item, from);
-        for (int value = 0; value < 2; value++) {
-            if (lane == 0) {
-                ptx::mbarrier_wait(&empty[stage], parity);
-                if (value == 0) {
-                    int heads = blocks.heads(item.block);
-                    items[stage] = item;
-                    ptx::mbarrier_arrive_expect(&full[stage], bytes + heads * DP * 2);
-                    const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
-                    for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &full[stage]);
-                } else {
-                    ptx::mbarrier_arrive_expect(&full[stage], bytes);
+    while (true) {
+        bool wanted = index < total;
+        if (wanted && !known) found = find_item(common, d, blocks, num_blocks, index, true);
+        const Item& item = found.item;
+        int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * P::ROW_BYTES, heads = blocks.heads(item.block);
+        int64_t offset = page_offset<DP>(d, blocks, item);
+        const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
+        int count = __popc(__ballot_sync(0xFFFFFFFFu, wanted));
+        for (int n = 0; n < count; n++) {
+            for (int value = 0; value < 2; value++) {
+                if (lane == n) {
+                    ptx::mbarrier_wait(&empty[stage], parity);
+                    if (value == 0) items[stage] = item;
+                    ptx::mbarrier_arrive_expect(&full[stage], bytes * P::COUNT + (value == 0 ? heads * DP * 2 : 0));
+                    if (value == 0)
+                        for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &full[stage]);
+#pragma unroll
+                    for (int panel = 0; panel < P::COUNT; panel++) {
+                        int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
+                        ptx::bulk_copy(pages + stage * R::PAGE_BYTES + place, (value ? d.v_layer : d.k_layer) + offset + place / 2, bytes, &full[stage]);
+                    }
                 }
-                ptx::bulk_copy(pages + stage * R::PAGE_BYTES + from * DP * 2, (value ? d.v_layer : d.k_layer) + offset, bytes, &full[stage]);
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                parity ^= stage == 0;
+                __syncwarp();
             }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-            parity ^= stage == 0;
+            q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
         }
-        q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
-        __syncwarp();
+        if (count < 32) break;
+        index += 32 * gridDim.x;
+        known = false;
     }
 }
 
@@ -317,7 +340,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
         ptx::mbarrier_wait(&full[stage], parity);
         Item item = items[stage];
-        float t[4][4], o[DP / 32][4];
+        float t[16], o[DP / 8];
         item_scores<DP>(t, exchange, ptx::shared_address(pages + stage * R::PAGE_BYTES), ptx::shared_address(q_rows + q_slot * R::Q_BYTES), blocks.heads(item.block), item, warp, lane);
         q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
         __syncwarp();
@@ -329,7 +352,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
         uint8_t* v_page = pages + stage * R::PAGE_BYTES;
         ptx::mbarrier_wait(&full[stage], parity);
         if (item.end % GROUP_KEYS != 0) {
-            zero_tail<DP>(v_page, item.end, thread);
+            zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
             ptx::fence_async_shared();  // a bulk copy overwrites the zeros later
         }
         ptx::named_barrier(1, COMPUTE_THREADS);
@@ -370,12 +393,6 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
 
 #else
 
-// Copies tokens [from, end) of a page to shared memory; the copies are one commit group.
-template <int DP> __device__ __forceinline__ void load_page(uint8_t* target, const bf16* source, int from, int end) {
-    for (int i = from * (DP / 8) + threadIdx.x; i < end * (DP / 8); i += COMPUTE_THREADS) ptx::cp_async_16(ptx::shared_address(target + i * 16), source + i * 8);
-    ptx::cp_async_commit();
-}
-
 template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
     constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
     constexpr int V_OFFSET = DP == 256 ? 0 : PAGE_BYTES;  // with 256 columns V takes the place of K: 99 KB is all that sm_86 has
@@ -388,27 +405,30 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
     ptx::wait_for_previous();
     int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        Item item = find_item(common, d, blocks, num_blocks, index, lane, warp == 0);
+        Item item = find_item(common, d, blocks, num_blocks, index, thread == 0).item;
         int from = item.first / GROUP_KEYS * GROUP_KEYS, heads = blocks.heads(item.block);
-        int64_t offset = page_offset<DP>(d, blocks, item, 0);
+        int64_t offset = page_offset<DP>(d, blocks, item);
         const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
         for (int i = thread; i < heads * (DP / 8); i += COMPUTE_THREADS)
             ptx::cp_async_16(ptx::shared_address(q_rows + i / (DP / 8) * padded_row(DP) + i % (DP / 8) * 16), q + i * 8);
-        load_page<DP>(smem, d.k_layer + offset, from, item.end);
+        load_tokens<DP>(smem, d.k_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+        ptx::cp_async_commit();
         if (V_OFFSET != 0) {
-            load_page<DP>(v_page, d.v_layer + offset, from, item.end);
+            load_tokens<DP>(v_page, d.v_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+            ptx::cp_async_commit();
             ptx::cp_async_wait<1>();
         } else {
             ptx::cp_async_wait<0>();
         }
         __syncthreads();
-        float t[4][4], o[DP / 32][4];
+        float t[16], o[DP / 8];
         item_scores<DP>(t, exchange, ptx::shared_address(smem), ptx::shared_address(q_rows), heads, item, warp, lane);
         __syncthreads();
-        if (V_OFFSET == 0) load_page<DP>(v_page, d.v_layer + offset, from, item.end);
+        if (V_OFFSET == 0) load_tokens<DP>(v_page, d.v_layer + offset, from, item.end, thread, COMPUTE_THREADS);
+        ptx::cp_async_commit();
         float2 m = item_probabilities(t, exchange, d.scale_log2, warp, lane);
         ptx::cp_async_wait<0>();
-        if (item.end % GROUP_KEYS != 0) zero_tail<DP>(v_page, item.end, thread);
+        zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
         __syncthreads();
         float2 l = item_sum(exchange, lane);
         item_values<DP>(o, exchange, ptx::shared_address(v_page), item, warp, lane);

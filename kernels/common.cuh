@@ -103,12 +103,13 @@ __host__ __device__ constexpr int64_t tile_offset(int n, int k, int k_pad) {  //
            ((((k >> 3) & 7) ^ (n & 7)) << 3) + (k & 7);
 }
 
-// K and V of one layer: (pages, kv heads, 128 tokens, Dp) bf16, Dp = head_dim padded to 64, 96, 128 or 256. The 16-byte
-// chunk c of token t's row stands at swizzled_chunk(c, t, Dp): a straight copy of a page to shared memory can then be read
-// by ldmatrix without bank conflicts.
-__host__ __device__ constexpr int swizzled_chunk(int chunk, int token, int dp) {
-    return dp == 96 ? chunk ^ ((token >> 1) & 3) : chunk ^ (token & 7);
+// K and V of one layer: (pages, kv heads) of 128 tokens x Dp bf16, Dp = head_dim padded to 64, 96, 128 or 256. A page lies
+// in panels of 64 columns: 128 rows (tokens) of 128 bytes in the swizzle of the weights, so that a straight copy of a panel
+// to shared memory can be read by ldmatrix without bank conflicts, and by wgmma. Dp = 96 is one panel of rows of 192 bytes
+// with a swizzle of its own, for ldmatrix only.
+__host__ __device__ constexpr int page_chunk(int chunk, int token, int dp) {  // place of a token's 16-byte chunk in its page
+    return dp == 96 ? token * 12 + (chunk ^ ((token >> 1) & 3)) : (chunk >> 3) * (8 * PAGE_TOKENS) + token * 8 + ((chunk & 7) ^ (token & 7));
 }
 __host__ __device__ constexpr int64_t kv_offset(int64_t page, int head, int token, int d, int num_kv_heads, int dp) {
-    return ((page * num_kv_heads + head) * PAGE_TOKENS + token) * dp + swizzled_chunk(d >> 3, token, dp) * 8 + (d & 7);
+    return (page * num_kv_heads + head) * (PAGE_TOKENS * dp) + page_chunk(d >> 3, token, dp) * 8 + (d & 7);
 }

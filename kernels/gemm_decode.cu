@@ -22,6 +22,7 @@
 // Rings large enough that a multiprocessor holds one block only: with room for two, some get two of the next kernel's.
 //
 // Launch: kernels/gemm.py. Grid (blocks, 1, 1), (4 + teams * SPLIT) * 32 threads.
+// path: hopper
 #include "gemm_core.cuh"
 
 // The matrix product that comes next, and how much of each row tile that its blocks take first to ask L2 for.

@@ -9,8 +9,8 @@
 // Launch: kernels/gemm_prefill.py. 384 threads: a warpgroup whose first thread copies, two that multiply 64 x TILE_N each.
 //   Persistent: block b takes tiles b, b + grid ... A cluster's blocks take neighbouring tiles in M of one tile in N; each
 //   copies its share of w to all of them.
-// A consumer lets go of a stage when its products have read it, so the one that is ahead writes its results while the other
-// multiplies: the tensor cores idle only for what the ring cannot cover.
+// A consumer lets go of a stage when its products have read it, so one may write its results while the other multiplies.
+// path: hopper
 #include "math.cuh"
 
 #if HAS_WGMMA || defined(APPLIANCE_EMULATE)
@@ -25,7 +25,6 @@ constexpr int A_BYTES = TILE_M * TILE_K * 2;
 constexpr int CHUNK_BYTES = 16 * 128;  // of results: 16 rows of 128 bytes, 128-byte swizzle
 constexpr int STAGING_BYTES = CONSUMERS * 4 * 2 * CHUNK_BYTES;  // two for each warp
 constexpr int SHARED_LIMIT = 232448;  // kernels/gemm_prefill.py computes the same stages
-constexpr int SKEW = 2;  // stages
 constexpr int RASTER_M = 16;  // tiles of M that are walked together, so that a wave's x and w fit in L2
 
 template <int TILE_N> struct Shape {
@@ -143,9 +142,9 @@ struct Thread {  // a consumer's place: its warpgroup's 64 rows, its warp's 16, 
 
 __device__ __forceinline__ uint32_t staging_offset(int row, int byte) { return row * 128 + (byte ^ ((row & 7) << 4)); }
 
-// acc (64 x TILE_N) of one tile. `delay`: the first tile, where the second warpgroup lets the first get SKEW stages ahead.
-template <int TILE_N, int CLUSTER>
-__device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, const Thread& t, const uint8_t* stages, uint64_t* full, uint64_t* empty, Ring& ring, bool delay) {
+// acc (64 x TILE_N) of one tile. `before_last` is called before the last products are begun.
+template <int TILE_N, int CLUSTER, class Call>
+__device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, const Thread& t, const uint8_t* stages, uint64_t* full, uint64_t* empty, Ring& ring, Call before_last) {
     using S = Shape<TILE_N>;
     auto release = [&](int stage) {
         if (CLUSTER == 1) {
@@ -154,10 +153,8 @@ __device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, 
             ptx::mbarrier_arrive_remote(&empty[stage], t.lane);
         }
     };
-    if (delay && t.group == 1) ptx::named_barrier(1, CONSUMERS * WARPGROUP);
-    const int signal_at = delay && t.group == 0 ? min(SKEW, k_tiles) - 1 : -1;
     int previous = -1;
-    for (int kt = 0; kt < k_tiles; kt++) {
+    auto step = [&](int kt) {
         ptx::mbarrier_wait(&full[ring.stage], ring.parity);
         const uint8_t* a = stages + ring.stage * S::STAGE_BYTES + t.group * (A_BYTES / CONSUMERS);
         uint64_t descriptor_a = ptx::wgmma_descriptor(ptx::shared_address(a));
@@ -168,25 +165,51 @@ __device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, 
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         if (previous >= 0) release(previous);
-        if (kt == signal_at) ptx::named_barrier_arrive(1, CONSUMERS * WARPGROUP);
         previous = ring.stage;
         ring.advance<S::STAGES>();
-    }
+    };
+    for (int kt = 0; kt < k_tiles - 1; kt++) step(kt);
+    before_last();
+    step(k_tiles - 1);
     ptx::wgmma_wait<0>();
     release(previous);
 }
 
-// What the residual holds under 32 columns of this thread's accumulators.
-__device__ __forceinline__ void load_residual(float (&r)[16], const Problem& p, const float* out, int ld_out, int row, int column) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int m = row + (i & 1) * 8, n = column + i / 2 * 8;
-        float2 v = make_float2(0.0f, 0.0f);
-        if (m < p.M && n < p.N) v = *reinterpret_cast<const float2*>(out + (int64_t)m * ld_out + n);
-        r[2 * i] = v.x;
-        r[2 * i + 1] = v.y;
+// What `out` holds under a thread's accumulators, read some chunks of 32 columns ahead.
+template <int TILE_N> struct Residual {
+    static constexpr int CHUNKS = TILE_N / 32, FIT = (176 - TILE_N / 2) / 16;  // what registers allow
+    static constexpr int AHEAD = CHUNKS < FIT ? CHUNKS : FIT;
+    float values[AHEAD][16];
+    const float* at;
+    int rows, columns, ld;  // left below and to the right of `at`; none where rows of `out` are not aligned
+
+    __device__ __forceinline__ Residual(const Problem& p, const Thread& t, const float* out, int ld_out, int m0, int n0) {
+        const int row = m0 + t.row, column = n0 + 2 * t.quad;
+        at = out + (int64_t)row * ld_out + column;
+        rows = ((p.N | ld_out) & 3) == 0 ? p.M - row : 0;
+        columns = p.N - column;
+        ld = ld_out;
     }
-}
+    __device__ __forceinline__ void load(int chunk) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int row = (i & 1) * 8, column = chunk * 32 + i / 2 * 8;
+            float2 v = make_float2(0.0f, 0.0f);
+            if (row < rows && column < columns) v = *reinterpret_cast<const float2*>(at + (int64_t)row * ld + column);
+            values[chunk % AHEAD][2 * i] = v.x;
+            values[chunk % AHEAD][2 * i + 1] = v.y;
+        }
+    }
+    __device__ __forceinline__ void load_first() {
+#pragma unroll
+        for (int c = 0; c < AHEAD; c++) load(c);
+    }
+    __device__ __forceinline__ void add(float (&acc)[TILE_N / 2], int chunk) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) acc[16 * chunk + i] = __fadd_rn(values[chunk % AHEAD][i], acc[16 * chunk + i]);
+        if (chunk + AHEAD < CHUNKS) load(chunk + AHEAD);
+    }
+};
 
 // 32 columns of a warp's rows from its chunk, element by element: where N or the rows of `out` are no multiple of 16 bytes.
 template <int EPILOGUE> __device__ __noinline__ void store_unaligned(const uint8_t* chunk, Problem p, float* out, int ld_out, int m0, int column) {
@@ -200,22 +223,11 @@ template <int EPILOGUE> __device__ __noinline__ void store_unaligned(const uint8
 
 // A warp's 16 rows (from m0 on) of f32 and add: 32 columns at a time through shared memory and a TMA store.
 template <int TILE_N, int EPILOGUE>
-__device__ __forceinline__ void store_f32(float (&acc)[TILE_N / 2], const Problem& p, const Thread& t, const TensorMap* out_map, float* out, int ld_out, int m0, int n0, uint8_t* staging, int& turn) {
-    constexpr int CHUNKS = TILE_N / 32;
-    float residual[2][16];
-    const int row = m0 + t.row, column = n0 + 2 * t.quad;
+__device__ __forceinline__ void store_f32(float (&acc)[TILE_N / 2], Residual<TILE_N>& residual, const Problem& p, const Thread& t, const TensorMap* out_map, float* out, int ld_out, int m0, int n0, uint8_t* staging, int& turn) {
     const bool aligned = ((p.N | ld_out) & 3) == 0;
-    if (EPILOGUE == ADD && aligned) {
-        load_residual(residual[0], p, out, ld_out, row, column);
-        if (CHUNKS > 1) load_residual(residual[1], p, out, ld_out, row, column + 32);
-    }
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-        if (EPILOGUE == ADD && aligned) {
-#pragma unroll
-            for (int i = 0; i < 16; i++) acc[16 * c + i] = __fadd_rn(residual[c & 1][i], acc[16 * c + i]);
-            if (c + 2 < CHUNKS) load_residual(residual[c & 1], p, out, ld_out, row, column + 32 * (c + 2));
-        }
+    for (int c = 0; c < TILE_N / 32; c++) {
+        if (EPILOGUE == ADD && aligned) residual.add(acc, c);
         uint8_t* chunk = staging + (turn & 1) * CHUNK_BYTES;
         turn++;
         if (t.lane == 0) ptx::bulk_wait_read<1>();  // the store before the last has read this chunk
@@ -282,17 +294,20 @@ __device__ void consume(const Problem& p, const TensorMap* out_map, void* out, i
     staging += (t.group * 4 + t.warp_row / 16) * 2 * CHUNK_BYTES;
     Ring ring;
     int turn = 0;
-    bool first = true;
     ptx::wait_for_previous();
     for (Walk<TILE_N, CLUSTER> walk(p); !walk.done(); walk.next()) {
         int m0, n0;
         walk.tile(m0, n0);
         m0 += 64 * t.group + t.warp_row;
         float acc[TILE_N / 2];
-        multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, first);
-        first = false;
-        if constexpr (EPILOGUE == SWIGLU) store_swiglu<TILE_N>(acc, p, t, (bf16*)out, ld_out, m0, n0, staging, turn);
-        else store_f32<TILE_N, EPILOGUE>(acc, p, t, out_map, (float*)out, ld_out, m0, n0, staging, turn);
+        if constexpr (EPILOGUE == SWIGLU) {
+            multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, [] {});
+            store_swiglu<TILE_N>(acc, p, t, (bf16*)out, ld_out, m0, n0, staging, turn);
+        } else {
+            Residual<TILE_N> residual(p, t, (const float*)out, ld_out, m0, n0);
+            multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, [&] { if (EPILOGUE == ADD) residual.load_first(); });
+            store_f32<TILE_N, EPILOGUE>(acc, residual, p, t, out_map, (float*)out, ld_out, m0, n0, staging, turn);
+        }
     }
     if (EPILOGUE != SWIGLU && t.lane == 0) ptx::bulk_wait_read<0>();
 }
@@ -322,10 +337,10 @@ __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_ma
     }
     const Problem p = {M, N, k_pad};
     if (threadIdx.x < WARPGROUP) {
-        ptx::registers_lower<56>();
+        ptx::registers_lower<40>();
         if (threadIdx.x == 0) produce<TILE_N, EPILOGUE, CLUSTER>(p, x_map, w_map, (const float*)out, ld_out, smem, full, empty);
     } else {
-        ptx::registers_raise<224>();
+        ptx::registers_raise<232>();
         consume<TILE_N, EPILOGUE, CLUSTER>(p, out_map, out, ld_out, smem, staging, full, empty);
     }
 }

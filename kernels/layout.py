@@ -185,9 +185,11 @@ def kv_offset(
 ) -> I64:
     """Element offset in a layer's K or V; arrays broadcast. common.cuh:kv_offset."""
     page, head, token, d = (np.asarray(part, np.int64) for part in (page, head, token, d))
-    swizzle = (token // 2) % 4 if dp == 96 else token % 8
-    row = ((page * num_kv_heads + head) * PAGE_TOKENS + token) * dp
-    offset: I64 = row + ((d // 8) ^ swizzle) * 8 + d % 8
+    if dp == 96:
+        in_page = token * 96 + ((d // 8) ^ (token // 2 % 4)) * 8
+    else:  # panels of 64 columns
+        in_page = d // 64 * (64 * PAGE_TOKENS) + token * 64 + ((d // 8 % 8) ^ (token % 8)) * 8
+    offset: I64 = (page * num_kv_heads + head) * (PAGE_TOKENS * dp) + in_page + d % 8
     return offset
 
 

@@ -36,6 +36,14 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Adds, and returns the old value. What the thread has seen written (so, after a barrier, the whole block's writes) is
+// visible to who sees the new value; later reads are not before it.
+__device__ __forceinline__ uint32_t atomic_add_ordered(uint32_t* p, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+    return old;
+}
+
 // ---- asynchronous copies, sm_80 --------------------------------------------------------------------------------------
 // 16 bytes global -> shared; bytes beyond `valid` (0..16) are zero and not read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid = 16) {

@@ -18,7 +18,9 @@ SOURCE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 """safetensors names of what retile and copy_f32 read."""
 
 _i32 = np.int32
-_NARROW_HIDDEN = 8192  # one block of 1,024 threads, 8 elements each
+# Where bandwidth begins to count more than latency (measured on an H200, kernels/LOG.md)
+_FEW_ROWS = 64  # rmsnorm
+_FEW_HEADS = 8192  # qkv_post: rows times heads
 _LOAD_BLOCK = 256
 _MAX_LOAD_BLOCKS = 2112  # 16 a multiprocessor on 132: enough to fill any GPU, and each thread has work left
 
@@ -56,12 +58,17 @@ def rmsnorm(
         raise ValueError(f"hidden size {hidden}; rmsnorm takes up to {MAX_HIDDEN}")
     if ld_out % 8 or ld_out < round_up(hidden, 8):
         raise ValueError(f"ld_out {ld_out} must be a multiple of 8 that holds {hidden} columns")
-    wide = hidden > _NARROW_HIDDEN
+    if hidden % 8 or hidden > 8192:
+        kernel, threads = "rmsnorm_any", 1024
+    elif hidden <= 4096 and num_rows <= _FEW_ROWS:
+        kernel, threads = "rmsnorm_few", _threads(hidden, 4)
+    else:
+        kernel, threads = "rmsnorm", _threads(hidden, 8)
     return Launch(
         module="rmsnorm",
-        kernel="rmsnorm_wide" if wide else "rmsnorm",
+        kernel=kernel,
         grid=(num_rows, 1, 1),
-        block=(1024 if wide else _threads(hidden, 8), 1, 1),
+        block=(threads, 1, 1),
         arguments=(
             CommonArgument(Op.RMSNORM, layer), address(x), address(weight), address(out), address(rows), _i32(hidden),
             _i32(ld_out), np.float32(eps),
@@ -74,21 +81,22 @@ def qkv_post(
     *,
     num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, table_width: int, num_pages: int, max_slots: int,
     max_position: int, layer: int, bias: int = 0, q_norm: int = 0, k_norm: int = 0, eps: float = 0.0,
-    warps: int | None = None,
+    warps: int = 4, many: bool | None = None,
 ) -> Launch:  # fmt: skip
     """q (T, Hq, Dp) bf16, and k, v into their pages, from qkv (T, (Hq + 2 Hkv) D) fp32.
 
-    `warps`: heads a block takes; the default spreads few rows over the multiprocessors. It does not change a bit.
+    `warps` of a block, and whether a warp takes `many` heads (default: where there are more than a few rows), do not
+    change a bit.
     """
     heads, padded = num_heads + 2 * num_kv_heads, padded_head_dim(head_dim)
-    if warps is None:
-        warps = min(8, max(1, num_rows * heads // 256))
     if not 1 <= warps <= 8:
         raise ValueError(f"warps {warps} is not in 1..8")
+    many = num_rows * heads > _FEW_HEADS if many is None else many
+    heads_of_block = warps * ((2 if padded == 256 else 4) if many else 1)
     return Launch(
         module="qkv_post",
-        kernel=f"qkv_post_d{padded}",
-        grid=(num_rows, -(-heads // warps), 1),
+        kernel=f"qkv_post_d{padded}{'_many' if many else ''}",
+        grid=(num_rows, -(-heads // heads_of_block), 1),
         block=(32 * warps, 1, 1),
         arguments=(
             CommonArgument(Op.ROPE, layer), address(qkv), address(bias), address(q_norm), address(k_norm), address(cos),

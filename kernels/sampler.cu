@@ -51,33 +51,43 @@ sampler_update(const Common common, const int32_t* buffer, SlotParams* params, S
 
 constexpr int TOP_THREADS = 256, TOP_WARPS = 8, TOP_LOADS = 2;
 
-// Ranks of the best raw logit and of the best edited one among begin..end, in every thread's view of its own tokens.
-__device__ __forceinline__ void best_of(const RowView& row, int begin, int end, u64& raw_best, u64& best) {
-    uint32_t raw_key = 0, key = 0;
-    int raw_id = 0, id = 0;
+// Rank of the best logit; with NaN, of one of them.
+struct Best {
+    float value = -INFINITY;
+    int id = 0;
+
+    // Four neighbours, ids ascending from call to call. Once the maximum has been met, one comparison each.
+    __device__ __forceinline__ void take(const float4& x, int at, int vocab) {
+        if (x.x <= value && x.y <= value && x.z <= value && x.w <= value) return;
+        for_four(x, at, vocab, [&](float logit, int token) {
+            if (!(logit <= value) && value == value) value = logit, id = token;
+        });
+    }
+    __device__ __forceinline__ u64 rank() const { return make_rank(order_key(value), id); }
+};
+
+// Ranks of the best raw logit and of the best edited one among begin..end-1: each thread's.
+__device__ __forceinline__ void best_of(const RowView& row, int begin, int end, u64& raw_rank, u64& rank) {
+    Best raw, edited;
     for (int start = begin + threadIdx.x * 4; start < end; start += TOP_THREADS * 4 * TOP_LOADS) {
         float4 x[TOP_LOADS];
+        uint4 words[TOP_LOADS];
 #pragma unroll
         for (int i = 0; i < TOP_LOADS; ++i) {
             int at = start + i * TOP_THREADS * 4;
-            x[i] = at < end ? *reinterpret_cast<const float4*>(row.logits + at) : float4{};
+            x[i] = at < end ? load_raw(row, at) : float4{};
+            words[i] = at < end && row.seen != nullptr ? load_words(row, at) : uint4{};
         }
 #pragma unroll
         for (int i = 0; i < TOP_LOADS; ++i) {
             int at = start + i * TOP_THREADS * 4;
             if (at >= end) break;
-            for_four(x[i], at, row.vocab, [&](float logit, int token) {  // ids ascend: > keeps the lowest of equals
-                uint32_t k = order_key(logit);
-                if (k > raw_key) raw_key = k, raw_id = token;
-                if (row.seen != nullptr) {
-                    k = order_key(edited_logit(logit, row.seen[token], row));
-                    if (k > key) key = k, id = token;
-                }
-            });
+            raw.take(x[i], at, row.vocab);
+            if (row.seen != nullptr) edited.take(edit_four(x[i], words[i], row), at, row.vocab);
         }
     }
-    raw_best = make_rank(raw_key, raw_id);
-    best = row.seen != nullptr ? make_rank(key, id) : raw_best;
+    raw_rank = raw.rank();
+    rank = row.seen != nullptr ? edited.rank() : raw_rank;
 }
 
 // What is wrong with a row whose maximum is NaN, +inf or -inf (engine/sampler.py:_what_is_wrong). All threads.
@@ -100,8 +110,9 @@ __device__ __noinline__ inline RowResult what_is_wrong(const float* logits, int 
 __device__ __forceinline__ uint32_t todo_of(const SlotParams& params, int vocab) {
     uint32_t todo = params.logprobs >= 0 ? TODO_SCORES : 0;
     if (params.flags & SLOT_GREEDY) return todo;
-    bool filters = (params.top_k > 0 && params.top_k < vocab) || params.top_p_share < (1ull << 53);
-    return todo | TODO_DRAW | (filters ? TODO_FILTER : 0);
+    const bool top_k = params.top_k > 0 && params.top_k < vocab;
+    if (top_k || params.top_p_share < NO_TOP_P) todo |= TODO_COUNTS;
+    return todo | TODO_DRAW | (top_k && params.top_k <= LIST ? 0 : TODO_WEIGHTS);
 }
 
 // results (rows,). logits (rows, ld) fp32, ld a multiple of 4. blockIdx.x takes `share` tokens (a multiple of 4).
@@ -163,8 +174,8 @@ sampler_top(const Common common, const float* logits, int64_t ld, const RowDescr
     if (threadIdx.x != 0) return;
     uint32_t todo = 0;
     if (result.error == ROW_OK) todo = row.mode == ROW_SCORE ? TODO_SCORES : todo_of(slot, vocab);
+    results[blockIdx.y] = todo == 0 ? result : RowResult{-1, ROW_UNFINISHED, 0, 0};
     if (todo == 0) {
-        results[blockIdx.y] = result;
         if (result.error == ROW_OK) accept_token(slots, row.slot, result.token, vocab, last_token);
     }
     if (result.error != ROW_OK && result.error != ROW_DEVICE)
@@ -179,111 +190,129 @@ sampler_top(const Common common, const float* logits, int64_t ld, const RowDescr
 
 // ---- sampler_weigh and sampler_finish --------------------------------------------------------------------------------
 
-// What both know of a row. chunk_weights, chunk_counts, raw_counts: (rows, chunks, BINS).
+constexpr int CHUNK = 8192, STRIP = FINISH_THREADS * 4;  // tokens of a block of sampler_weigh, and of a round
+
+// Of every row, between the two kernels: sampler.py:SamplerShape.layout. The bins are all zero before and after.
+struct RowSums {
+    u64* weights;             // (rows, BINS)
+    uint32_t *counts, *raw_counts;  // (rows, BINS)
+    uint32_t *tops, *raw_tops;      // (rows, groups)
+    u64* group_sums;          // (rows, groups)
+    int groups;
+};
+
+// Candidates of step 7 on, and all tokens as the model left them.
 __device__ __forceinline__ void describe_row(Candidates& drawn, Candidates& raw, const float* logits, int vocab, int row_index,
-                                             const RowDescriptor& row, const SamplerSlots& slots, const RowState& state,
-                                             u64* chunk_weights, uint32_t* chunk_counts, uint32_t* raw_counts) {
+                                             uint32_t todo, const RowDescriptor& row, const SamplerSlots& slots, const RowState& state,
+                                             const RowSums& sums) {
     const SlotParams& slot = slots.params[row.slot];
     const float threshold = fmaxf((float)__dadd_rn((double)state.top, __dmul_rn(slot.temperature, slot.floor)), -FLOAT_MAX);
-    const int chunks = (vocab + CHUNK - 1) / CHUNK;
-    const int64_t first = (int64_t)row_index * chunks * BINS;
+    const int64_t bins = (int64_t)row_index * BINS, groups = (int64_t)row_index * sums.groups;
     drawn = {view_of(logits, vocab, slots, row, is_edited(slot, row)), threshold, make_bins(state.top, threshold),
-             softmax_scale((double)state.top, slot.temperature), chunk_weights + first, chunk_counts + first, chunks};
+             softmax_scale((double)state.top, slot.temperature), todo & TODO_WEIGHTS ? sums.weights + bins : nullptr,
+             sums.counts + bins, sums.tops + groups, sums.groups};
     raw = {view_of(logits, vocab, slots, row, false), -INFINITY, make_bins(state.raw_top, state.raw_top - 32.0f),
-           softmax_scale((double)state.raw_top, 1.0), nullptr, raw_counts + first, chunks};
+           softmax_scale((double)state.raw_top, 1.0), nullptr, sums.raw_counts + bins, sums.raw_tops + groups, sums.groups};
 }
 
 struct ChunkSums {
     SplitSums weights;
     uint32_t counts[BINS], raw_counts[BINS];
     double fractions[64];
-    u64 warp_sum[FINISH_WARPS];
 };
 
-// grid (chunks, rows). Weights of a chunk, by bin where filters need them. chunk_sums: (rows, chunks).
+__device__ __forceinline__ void store_top(uint32_t* tops, int group, const float (&x)[4]) {
+    uint32_t top = __reduce_max_sync(0xFFFFFFFF, order_key(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+    if ((threadIdx.x & 31) == 0) tops[group] = top;
+}
+
+// grid (chunks, rows).
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS, 2)
 sampler_weigh(const Common common, const float* logits, int64_t ld, const RowDescriptor* rows, const SlotParams* params,
-              const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* chunk_weights, uint32_t* chunk_counts,
-              uint32_t* raw_counts, u64* chunk_sums, int vocab) {
+              const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* weights, uint32_t* counts,
+              uint32_t* raw_counts, uint32_t* tops, uint32_t* raw_tops, u64* group_sums, int vocab) {
     begin_kernel(common);
     ptx::wait_for_previous();
     RowState& state = states[blockIdx.y];
     const uint32_t todo = state.todo;
     const RowDescriptor row = rows[blockIdx.y];
     if (todo == 0 || row.mode == ROW_PADDING) return;
-    const bool draws = todo & TODO_DRAW, filters = todo & TODO_FILTER, scores = todo & TODO_SCORES;
+    const bool draws = todo & TODO_DRAW, has_counts = todo & TODO_COUNTS, weighs = todo & TODO_WEIGHTS, scores = todo & TODO_SCORES;
     const bool ranks = scores && params[row.slot].logprobs > 0;
+    const int groups = (vocab + GROUP - 1) / GROUP;
     Candidates drawn, raw;
-    describe_row(drawn, raw, logits + blockIdx.y * ld, vocab, blockIdx.y, row, {params, edits, seen, max_edits}, state, chunk_weights,
-                 chunk_counts, raw_counts);
+    describe_row(drawn, raw, logits + blockIdx.y * ld, vocab, blockIdx.y, todo, row, {params, edits, seen, max_edits}, state,
+                 {weights, counts, raw_counts, tops, raw_tops, group_sums, groups});
+    group_sums += (int64_t)blockIdx.y * groups;
     // Then the two weights of a token are the same.
-    const bool same = draws && drawn.row.seen == nullptr && drawn.scale.temperature == 1.0 && drawn.threshold <= raw.bins.top - 31.5f;
+    const bool same = weighs && drawn.row.seen == nullptr && drawn.scale.temperature == 1.0 && drawn.threshold <= raw.bins.top - 31.5f;
 
     __shared__ ChunkSums shared;
     const int bin = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     shared.weights.low[bin] = shared.weights.high[bin] = shared.counts[bin] = shared.raw_counts[bin] = 0;
     if (threadIdx.x < 64) shared.fractions[threadIdx.x] = POWER_FRACTIONS[threadIdx.x];
     __syncthreads();
-    u64 sum = 0, raw_sum = 0;
-    const int first = blockIdx.x * CHUNK + threadIdx.x * 4, end = min((int)(blockIdx.x + 1) * CHUNK, vocab);
-    float4 next = first < end ? *reinterpret_cast<const float4*>(raw.row.logits + first) : float4{};
+    u64 total = 0;  // of weights at temperature 1
+    const int start = blockIdx.x * CHUNK, end = min(start + CHUNK, vocab), own = threadIdx.x * 4;
+    float4 next = start + own < end ? load_raw(raw.row, start + own) : float4{};
 #pragma unroll 1
-    for (int id = first; id < end; id += STRIP) {
+    for (int strip = start; strip < end; strip += STRIP) {
+        const int id = strip + own, group = strip / GROUP + warp;
+        const bool inside = strip + warp * GROUP < end;  // the group exists
         float x[4] = {next.x, next.y, next.z, next.w};
-        if (id + STRIP < end) next = *reinterpret_cast<const float4*>(raw.row.logits + id + STRIP);
+        if (id + STRIP < end) next = load_raw(raw.row, id + STRIP);
 #pragma unroll
-        for (int i = 1; i < 4; ++i)
+        for (int i = 0; i < 4; ++i)
             if (id + i >= end) x[i] = -INFINITY;  // weighs nothing
         if (ranks) {
+            if (inside) store_top(raw.tops, group, x);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (id + i < end) atomicAdd(&shared.raw_counts[bin_of(x[i], raw.bins)], 1u);
         }
-        if (scores && !same) raw_sum += weigh_four(x, raw, shared.fractions, [](int, u64) {});
+        if (scores && !same) total += weigh_four(x, raw, shared.fractions, [](int, u64) {});
         if (!draws) continue;
-        if (drawn.row.seen != nullptr) {
-            uint4 words = *reinterpret_cast<const uint4*>(drawn.row.seen + id);
-            const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = edited_logit(x[i], word[i], drawn.row);
+        if (drawn.row.seen != nullptr && id < end) {
+            float4 edited = edit_four({x[0], x[1], x[2], x[3]}, load_words(drawn.row, id), drawn.row);
+            x[0] = edited.x, x[1] = edited.y, x[2] = edited.z, x[3] = edited.w;
         }
-        sum += weigh_four(x, drawn, shared.fractions, [&](int i, u64 weight) {
-            if (!filters) return;
-            int b = bin_of(x[i], drawn.bins);
-            atomicAdd(&shared.counts[b], 1u);
-            add_split(shared.weights, b, weight);
+        if (has_counts) {
+            if (inside) store_top(drawn.tops, group, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (x[i] >= drawn.threshold) atomicAdd(&shared.counts[bin_of(x[i], drawn.bins)], 1u);
+        }
+        if (!weighs) continue;
+        u64 sum = weigh_four(x, drawn, shared.fractions, [&](int i, u64 weight) {
+            if (has_counts) add_split(shared.weights, bin_of(x[i], drawn.bins), weight);
         });
+        if (same) total += sum;
+        if (!has_counts && inside) {
+            sum = warp_sum(sum);
+            if (lane == 0) group_sums[group] = sum;
+        }
     }
-    if (draws) {
-        sum = warp_sum(sum);
-        if (lane == 0) shared.warp_sum[warp] = sum;
-    }
-    if (scores && !same) {
-        raw_sum = warp_sum(raw_sum);
-        if (lane == 0 && raw_sum != 0) atomicAdd(&state.total, raw_sum);
+    if (scores) {
+        total = warp_sum(total);
+        if (lane == 0 && total != 0) atomicAdd(&state.total, total);
     }
     __syncthreads();
-    const int64_t at = (int64_t)blockIdx.x * BINS + bin;
-    if (filters) {
-        const_cast<u64*>(drawn.chunk_weights)[at] = split_sum(shared.weights, bin);
-        const_cast<uint32_t*>(drawn.chunk_counts)[at] = shared.counts[bin];
+    if (has_counts && shared.counts[bin] != 0) {
+        atomicAdd(&drawn.counts[bin], shared.counts[bin]);
+        if (weighs) atomicAdd(&drawn.weights[bin], split_sum(shared.weights, bin));
     }
-    if (ranks) const_cast<uint32_t*>(raw.chunk_counts)[at] = shared.raw_counts[bin];
-    if (draws && warp == 0) {
-        sum = warp_sum(lane < FINISH_WARPS ? shared.warp_sum[lane] : 0);
-        if (lane == 0) {
-            chunk_sums[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] = sum;
-            if (scores && same) atomicAdd(&state.total, sum);
-        }
-    }
+    if (ranks && shared.raw_counts[bin] != 0) atomicAdd(&raw.counts[bin], shared.raw_counts[bin]);
 }
 
-// grid (rows). `scores`: (rows, scores_bytes).
+constexpr int FINISH_SHARED = 92 * 1024;  // sampler.py:_FINISH_SHARED
+static_assert(sizeof(Shared) <= FINISH_SHARED);
+
+// grid (rows), dynamic shared memory FINISH_SHARED. `scores`: (rows, scores_bytes).
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS, 1)
 sampler_finish(const Common common, const float* logits, int64_t ld, const RowDescriptor* rows, const SlotParams* params,
-               const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* chunk_weights, uint32_t* chunk_counts,
-               uint32_t* raw_counts, u64* chunk_sums, int vocab, int32_t* last_token, RowResult* results, uint8_t* scores,
-               int scores_bytes, int max_logprobs) {
+               const SlotEdit* edits, int max_edits, uint32_t* seen, RowState* states, u64* weights, uint32_t* counts,
+               uint32_t* raw_counts, uint32_t* tops, uint32_t* raw_tops, u64* group_sums, int vocab, int32_t* last_token,
+               RowResult* results, uint8_t* scores, int scores_bytes, int max_logprobs) {
     begin_kernel(common);
     ptx::wait_for_previous();
     RowState& state = states[blockIdx.x];
@@ -293,25 +322,26 @@ sampler_finish(const Common common, const float* logits, int64_t ld, const RowDe
     Shared& shared = finish_memory();
     const SamplerSlots slots = {params, edits, seen, max_edits};
     const SlotParams& slot = params[row.slot];
+    const int groups = (vocab + GROUP - 1) / GROUP;
     logits += blockIdx.x * ld;
     if (threadIdx.x == 0)
-        describe_row(shared.rows[DRAWN], shared.rows[RAW], logits, vocab, blockIdx.x, row, slots, state, chunk_weights, chunk_counts,
-                     raw_counts);
+        describe_row(shared.rows[DRAWN], shared.rows[RAW], logits, vocab, blockIdx.x, todo, row, slots, state,
+                     {weights, counts, raw_counts, tops, raw_tops, group_sums, groups});
     if (threadIdx.x < 64) shared.fractions[threadIdx.x] = POWER_FRACTIONS[threadIdx.x];
     __syncthreads();
 
     int token = state.token;
-    if (todo & TODO_DRAW)
-        token = draw_token(slot, row.num_generated, todo & TODO_FILTER, chunk_sums + (int64_t)blockIdx.x * ((vocab + CHUNK - 1) / CHUNK));
+    if (todo & TODO_DRAW) token = draw_token(slot, todo, row.num_generated, group_sums + (int64_t)blockIdx.x * groups);
     if (todo & TODO_SCORES) {
         const int num_best = min(min(max(slot.logprobs, 0), vocab), max_logprobs);
         if (num_best > 0) find_best(num_best);
         uint8_t* out = scores + (int64_t)blockIdx.x * scores_bytes;
         int32_t* ids = reinterpret_cast<int32_t*>(out + sizeof(RowScores));
         float* values = reinterpret_cast<float*>(ids + max_logprobs);
-        for (int i = threadIdx.x; i < num_best; i += FINISH_THREADS) {
-            ids[i] = rank_id(shared.list[i]);
-            values[i] = logits[ids[i]];  // not from the rank: -0 has its own bits
+        if (threadIdx.x < num_best) {
+            int id = rank_id(shared.best[threadIdx.x]);
+            ids[threadIdx.x] = id;
+            values[threadIdx.x] = logits[id];  // not from the rank: -0 has its own bits
         }
         if (threadIdx.x == 0) *reinterpret_cast<RowScores*>(out) = {state.total, logits[token], state.raw_top, num_best, 0};
     }

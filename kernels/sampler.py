@@ -1,151 +1,59 @@
-"""The CUDA sampler (sampler.cu) from the host: its memory, its launches, what goes up and what comes back.
+"""The CUDA sampler (sampler.cu) from the host: its launches, and what comes back.
 
-Same tokens, logprobs and error texts as engine/sampler.py for the same logits. A step: row_descriptors -> sample_launches
--> sample_results, prompt_logprob. A slot that gets another sequence, or one that returns after a preemption:
-pack_slot -> pack_updates -> update_launch, before the step; from then on the kernels keep its counts themselves.
+Same tokens, logprobs and error texts as engine/sampler.py for the same logits. A step: a ROW_DESCRIPTOR for every row
+of logits -> sample_launches -> sample_results and prompt_logprob. Before the first step of a slot's new sequence:
+pack_slot -> pack_updates -> update_launch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import NumericError
-from engine.fixed_softmax import MAX_VOCAB, SCALE_BITS, ZERO_BELOW
-from engine.sampler import GREEDY_BELOW, LOGPROB_FLOOR
-from engine.types import Int32Array, SampleResult, TokenLogprob
+from engine.fixed_softmax import SCALE_BITS
+from engine.sampler import LOGPROB_FLOOR
+from engine.types import SampleResult, TokenLogprob
 from kernels.launch import CommonArgument, Launch, address
+from kernels.sampler_layout import PADDING, ROW_DESCRIPTOR, ROW_RESULT, SAMPLE, SCORE, SamplerShape
+from kernels.sampler_slots import PackedSlot, pack_slot, pack_updates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.sampler import SampleState
 
+__all__ = [
+    "PADDING",
+    "ROW_DESCRIPTOR",
+    "ROW_RESULT",
+    "SAMPLE",
+    "SCORE",
+    "PackedSlot",
+    "SamplerShape",
+    "pack_slot",
+    "pack_updates",
+    "prompt_logprob",
+    "sample_launches",
+    "sample_results",
+    "update_launch",
+]
+
 OP_SAMPLER = 10  # common.cuh:OpId
 
-GREEDY, PENALISES, BIASED, STOPS = 1, 2, 4, 8
-PADDING, SAMPLE, SCORE = 0, 1, 2  # sampler_state.cuh:RowMode
-
-SLOT_PARAMS = np.dtype(
-    [
-        ("temperature", "<f8"),
-        ("floor", "<f8"),
-        ("top_p_share", "<u8"),
-        ("seed", "<u8"),
-        ("choice", "<u4"),
-        ("top_k", "<i4"),
-        ("min_tokens", "<i4"),
-        ("logprobs", "<i4"),
-        ("repetition", "<f4"),
-        ("frequency", "<f4"),
-        ("presence", "<f4"),
-        ("flags", "<u4"),
-        ("pad", "<u4", (4,)),
-    ]
-)
-"""sampler_state.cuh:SlotParams, 80 bytes."""
-
-SLOT_UPDATE = np.dtype(
-    [
-        ("params", SLOT_PARAMS),
-        ("slot", "<i4"),
-        ("clears", "<i4"),
-        ("num_edits", "<i4"),
-        ("edits", "<i4"),
-        ("num_words", "<i4"),
-        ("words", "<i4"),
-        ("pad", "<i4", (6,)),
-    ]
-)
-"""sampler.cu:SlotUpdate, 128 bytes."""
-
-ROW_DESCRIPTOR = np.dtype(
-    [("slot", "<i4"), ("num_generated", "<i4"), ("mode", "<i4"), ("target", "<i4"), ("position", "<i4")]
-)
-"""sampler_state.cuh:RowDescriptor, 20 bytes: one for every logits row. `mode`: PADDING (nothing is done), SAMPLE, or SCORE
-(the logprob of token `target`). `num_generated`: index of the token to be sampled among those of its choice. `position`:
-of that token in its sequence, only for reports."""
-
-ROW_RESULT = np.dtype([("token", "<i4"), ("error", "<u4"), ("count", "<i4"), ("first", "<i4")])
-"""sampler_state.cuh:RowResult, 16 bytes."""
-
-_NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET = 1, 2, 3, 4, 5, 6  # RowError
+_NAN, _POSITIVE_INF, _NEGATIVE_INF, _MASKED, _DEVICE, _TARGET, _UNFINISHED = 1, 2, 3, 4, 5, 6, 7  # RowError
 _DEVICE_ERRORS = ("", "a page outside the KV pool", "a position outside its table", "a token id outside the vocabulary",
                   "NaN or Inf", "unusable logits")  # common.cuh:ErrorCode  # fmt: skip
 
-_BINS, _CHUNK = 512, 8192  # sampler_select.cuh
+_CHUNK = 8192  # tokens of a block of sampler_weigh
 _TOP_THREADS, _FINISH_THREADS, _UPDATE_THREADS = 256, 512, 256
 _TOP_SHARE = 2048  # tokens of a block: what its threads load at once
 _TOP_BLOCKS_PER_SM = 8
 _UPDATE_BLOCKS = 16
-_MAX_EDITS = 2047  # 11 bits of a word of `seen`
-_MAX_COUNT = (1 << 20) - 1
-_ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerShape:
-    """Sizes that are fixed at start. ValueError for those the kernels cannot have."""
-
-    num_slots: int  # with the dummy slot of padding rows
-    vocab_size: int
-    max_rows: int  # logits rows of a step
-    max_edits: int  # of a slot: ids with a bias or that min_tokens masks (the API's limits on logit_bias and stop ids)
-    max_logprobs: int  # >= 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.vocab_size < MAX_VOCAB:
-            raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB}), got {self.vocab_size}")
-        if not 0 <= self.max_edits <= _MAX_EDITS:
-            raise ValueError(
-                f"logit_bias entries and stop ids of a request: at most {_MAX_EDITS} together on a GPU, the limits allow "
-                f"{self.max_edits}; lower max_logit_bias or max_stop_token_ids"
-            )
-        if not 1 <= self.max_logprobs <= 1024:
-            raise ValueError(f"max_logprobs must be 1 to 1024 on a GPU, got {self.max_logprobs}")
-        if self.num_slots < 1 or not 1 <= self.max_rows < 65536:
-            raise ValueError(f"{self.num_slots} slots, {self.max_rows} rows: 1 or more, and fewer than 65536 rows")
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.vocab_size // _CHUNK)
-
-    @property
-    def scores(self) -> np.dtype[Any]:
-        """What comes back of a row with logprobs: sampler_state.cuh:RowScores and the best tokens."""
-        k = self.max_logprobs
-        return np.dtype(
-            [("total", "<u8"), ("logit", "<f4"), ("top", "<f4"), ("num_best", "<i4"), ("pad", "<i4"), ("ids", "<i4", (k,)),
-             ("logits", "<f4", (k,))]
-        )  # fmt: skip
-
-    def layout(self) -> dict[str, tuple[int, int]]:
-        """(offset, bytes) of each array in the sampler's memory, which is all zero before its first use."""
-        histogram = self.max_rows * self.chunks * _BINS
-        sizes = {
-            "params": self.num_slots * SLOT_PARAMS.itemsize,
-            "edits": self.num_slots * max(self.max_edits, 1) * 8,
-            "seen": self.num_slots * -(-self.vocab_size // 4) * 16,
-            "states": self.max_rows * 64,
-            "chunk_weights": histogram * 8,
-            "chunk_counts": histogram * 4,
-            "raw_counts": histogram * 4,
-            "chunk_sums": self.max_rows * self.chunks * 8,
-        }
-        offset, layout = 0, {}
-        for name, size in sizes.items():
-            layout[name] = (offset, size)
-            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return layout
-
-    @property
-    def num_bytes(self) -> int:
-        offset, size = self.layout()["chunk_sums"]
-        return offset + size
+_FINISH_SHARED = 92 << 10
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -183,16 +91,16 @@ def sample_launches(
     num_rows and num_multiprocessors; results never do.
     """
     if ld < shape.vocab_size or ld % 4 or logits % 16:
-        raise ValueError(f"rows of logits must be 16-byte aligned and hold {shape.vocab_size}: ld {ld}, address {logits:#x}")
+        raise ValueError(f"rows of logits, 16-byte aligned, of {shape.vocab_size}: got ld {ld}, address {logits:#x}")
     if not 1 <= num_rows <= shape.max_rows:
         raise ValueError(f"{num_rows} rows, the sampler's memory is for 1 to {shape.max_rows}")
     at = {name: address(memory + offset) for name, (offset, _) in shape.layout().items()}
     vocab = np.int32(shape.vocab_size)
     row = (CommonArgument(OP_SAMPLER), address(logits), np.int64(ld), address(rows), at["params"], at["edits"],
            np.int32(max(shape.max_edits, 1)), at["seen"], at["states"])  # fmt: skip
-    histograms = (at["chunk_weights"], at["chunk_counts"], at["raw_counts"], at["chunk_sums"])
+    sums = tuple(at[name] for name in ("weights", "counts", "raw_counts", "tops", "raw_tops", "group_sums"))
     blocks = max(1, _TOP_BLOCKS_PER_SM * num_multiprocessors // num_rows)
-    share = max(_TOP_SHARE, -(-shape.vocab_size // blocks // 4) * 4 + 4)
+    share = -(-shape.vocab_size // (blocks * _TOP_SHARE)) * _TOP_SHARE
     top = Launch(
         "sampler", "sampler_top", (-(-shape.vocab_size // share), num_rows, 1), (_TOP_THREADS, 1, 1),
         (*row, vocab, np.int32(share), address(last_token), address(results)),
@@ -200,125 +108,18 @@ def sample_launches(
     if greedy_only:
         return (top,)
     weigh = Launch(
-        "sampler", "sampler_weigh", (shape.chunks, num_rows, 1), (_FINISH_THREADS, 1, 1), (*row, *histograms, vocab)
+        "sampler",
+        "sampler_weigh",
+        (-(-shape.vocab_size // _CHUNK), num_rows, 1),
+        (_FINISH_THREADS, 1, 1),
+        (*row, *sums, vocab),
     )
     finish = Launch(
         "sampler", "sampler_finish", (num_rows, 1, 1), (_FINISH_THREADS, 1, 1),
-        (*row, *histograms, vocab, address(last_token), address(results), address(scores), np.int32(shape.scores.itemsize),
-         np.int32(shape.max_logprobs)),
+        (*row, *sums, vocab, address(last_token), address(results), address(scores),
+         np.int32(shape.scores.itemsize), np.int32(shape.max_logprobs)), _FINISH_SHARED,
     )  # fmt: skip
     return top, weigh, finish
-
-
-# ---- what goes up ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSlot:
-    """A choice's sampling state as the kernels keep it."""
-
-    params: npt.NDArray[np.void]  # SLOT_PARAMS ()
-    edits: Int32Array  # (n, 2): bits of the float32 bias, is a stop
-    words: Int32Array  # (n, 2): token id, its word of `seen`
-
-    @property
-    def needs_more(self) -> bool:
-        """Its rows need more than the first kernel (see sample_launches: greedy_only)."""
-        return not int(self.params["flags"]) & GREEDY or int(self.params["logprobs"]) >= 0
-
-
-def pack_slot(shape: SamplerShape, state: SampleState) -> PackedSlot:
-    """The choice as it is now: parameters, and the tokens so far. ValueError where it exceeds the shape's limits."""
-    wanted = state.params
-    if state.vocab_size != shape.vocab_size:
-        raise ValueError(f"the state was made for {state.vocab_size} tokens, the sampler for {shape.vocab_size}")
-    if wanted.logprobs is not None and wanted.logprobs > shape.max_logprobs:
-        raise ValueError(f"{wanted.logprobs} logprobs, the sampler was made for {shape.max_logprobs}")
-    stops = state.masked_ids if wanted.min_tokens > 0 else state.masked_ids[:0]
-    penalises = wanted.presence_penalty != 0.0 or wanted.frequency_penalty != 0.0 or state.repetition != 1.0
-    params = np.zeros((), SLOT_PARAMS)
-    params["temperature"] = wanted.temperature
-    params["floor"] = max(ZERO_BELOW, math.log(min(wanted.min_p, 1.0))) if wanted.min_p > 0.0 else ZERO_BELOW
-    params["top_p_share"] = math.ceil(wanted.top_p * 2.0**53) if wanted.top_p < 1.0 else 1 << 53
-    params["seed"], params["choice"] = wanted.seed, state.seed_index
-    params["top_k"] = min(max(wanted.top_k, 0), 2**31 - 1)
-    params["min_tokens"] = min(wanted.min_tokens, 2**31 - 1)
-    params["logprobs"] = -1 if wanted.logprobs is None else wanted.logprobs
-    params["repetition"] = state.repetition
-    params["frequency"], params["presence"] = wanted.frequency_penalty, wanted.presence_penalty
-    params["flags"] = (
-        GREEDY * (wanted.temperature < GREEDY_BELOW)
-        | PENALISES * bool(penalises)
-        | BIASED * (state.bias_ids.size > 0)
-        | STOPS * (stops.size > 0)
-    )
-
-    edit_ids = np.union1d(state.bias_ids, stops)
-    if edit_ids.size > shape.max_edits:
-        raise ValueError(f"{edit_ids.size} ids with a bias or masked by min_tokens, the sampler was made for {shape.max_edits}")
-    edits = np.zeros((edit_ids.size, 2), np.int32)
-    edits[np.searchsorted(edit_ids, state.bias_ids), 0] = state.bias_values.view(np.int32)
-    edits[np.searchsorted(edit_ids, stops), 1] = 1
-
-    counted_ids, counts = state.penalised()
-    if counts.size and counts.max() > _MAX_COUNT:
-        raise ValueError(f"a token was generated {int(counts.max())} times; penalties on a GPU count to {_MAX_COUNT}")
-    ids = np.union1d(edit_ids, counted_ids)
-    words = np.zeros(ids.size, np.uint32)
-    words[np.searchsorted(ids, edit_ids)] |= np.arange(1, edit_ids.size + 1, dtype=np.uint32) << np.uint32(20)
-    words[np.searchsorted(ids, counted_ids)] |= np.where(counts > 0, counts.astype(np.uint32), np.uint32(1 << 31))
-    return PackedSlot(params, edits, np.stack([ids.astype(np.int32), words.view(np.int32)], axis=1))
-
-
-def pack_updates(updates: Sequence[tuple[int, PackedSlot]], capacity: int) -> list[tuple[Int32Array, int]]:
-    """Buffers for update_launch, in order, each at most `capacity` int32, with the number of updates in it.
-
-    A slot with more words than fit is continued in the next buffer. ValueError if `capacity` is below what the largest
-    list of edits needs.
-    """
-    buffers: list[tuple[Int32Array, int]] = []
-    headers: list[npt.NDArray[np.void]] = []
-    lists: list[Int32Array] = []
-    used = 0
-    header_words = SLOT_UPDATE.itemsize // 4
-
-    def flush() -> None:
-        nonlocal used
-        if headers:
-            offset = len(headers) * header_words
-            for header in headers:
-                header["edits"] += offset
-                header["words"] += offset
-            parts = [np.stack(headers).view(np.int32).reshape(-1), *(part.reshape(-1) for part in lists)]
-            buffers.append((np.concatenate(parts), len(headers)))
-        headers.clear()
-        lists.clear()
-        used = 0
-
-    for slot, packed in updates:
-        start, first = 0, True
-        while first or start < len(packed.words):
-            edits = packed.edits if first else packed.edits[:0]
-            room = capacity - used - header_words - edits.size
-            if room < min(2, packed.words.size):
-                if not headers:
-                    raise ValueError(f"an update buffer of {capacity} words cannot hold {edits.size // 2} edits and a token")
-                flush()
-                continue
-            words = packed.words[start : start + room // 2]
-            header = np.zeros((), SLOT_UPDATE)
-            base = sum(part.size for part in lists)
-            header["params"], header["slot"] = packed.params, slot
-            header["clears"] = first and bool(int(packed.params["flags"]) & (PENALISES | BIASED | STOPS))
-            header["num_edits"], header["edits"] = len(edits), base
-            header["num_words"], header["words"] = len(words), base + edits.size
-            headers.append(header)
-            lists += [edits, words]
-            used += header_words + edits.size + words.size
-            start += len(words)
-            first = False
-    flush()
-    return buffers
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------
@@ -330,7 +131,8 @@ def sample_results(
     """engine/sampler.py:sample's answer, from ROW_RESULT and shape.scores (rows,) of sampled rows; states as before the
     tokens are appended."""
     out = []
-    for i, (token, error, state) in enumerate(zip(results["token"].tolist(), results["error"].tolist(), states, strict=True)):
+    tokens, errors = results["token"].tolist(), results["error"].tolist()
+    for i, (token, error, state) in enumerate(zip(tokens, errors, states, strict=True)):
         if error:
             text = _what_is_wrong(results[i], state.vocab_size)
             position = state.num_prompt_tokens + state.num_generated
@@ -345,7 +147,7 @@ def sample_results(
 
 def prompt_logprob(result: np.void, scores: np.void, vocab_size: int) -> TokenLogprob:
     """engine/sampler.py:token_logprobs' answer, from the ROW_RESULT and shape.scores of a SCORE row. Raises as it does:
-    NumericError where the row has no usable logits (or an earlier kernel failed), ValueError for a target outside it."""
+    NumericError where the row has no usable logits (or an earlier kernel failed), ValueError for a bad target."""
     if int(result["error"]) == _TARGET:
         raise ValueError(f"token id {int(result['first'])} is outside the vocabulary (0..{vocab_size - 1})")
     if int(result["error"]):
@@ -370,6 +172,8 @@ def _what_is_wrong(result: np.void, vocab_size: int) -> str:
         return f"all {vocab_size} logits are -inf"
     if error == _MASKED:
         return "every token with a finite logit is masked by min_tokens"
+    if error == _UNFINISHED:
+        return "this row needs all kernels of sample_launches, not greedy_only"
     if error == _DEVICE:
         names = [name for bit, name in enumerate(_DEVICE_ERRORS) if name and count >> bit & 1]
         return f"a kernel before the sampler reported {' and '.join(names) or hex(count)}"

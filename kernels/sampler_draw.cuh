@@ -2,11 +2,10 @@
 #pragma once
 #include "sampler_select.cuh"
 
-// ---- random bits -----------------------------------------------------------------------------------------------------
-
 // engine/rng.py:token_bits: Philox4x32-10 (Salmon et al., SC 2011).
 __device__ __forceinline__ u64 token_bits(uint32_t seed_low, uint32_t seed_high, uint32_t choice, uint32_t position) {
     uint32_t c0 = position, c1 = choice, c2 = 0, c3 = 0;  // STREAM_SAMPLE = 0
+#pragma unroll 1
     for (int round = 0; round < 10; ++round) {
         uint32_t high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
         uint32_t high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
@@ -28,151 +27,179 @@ __device__ __forceinline__ u64 nucleus_target(u64 share, u64 total) {
     return target > 1 ? target : 1;
 }
 
-// ---- the draw --------------------------------------------------------------------------------------------------------
+// ---- few are kept: the list has them all -----------------------------------------------------------------------------
 
-// Where top_k and then top_p end. shared.cut.bin = BINS: nowhere.
-__device__ __noinline__ inline void apply_filters(int top_k, u64 top_p_share) {
+// Steps 9 and 10 of engine/sampler.py over the list; the cut of top_k, or `total` without one, is in shared.cut.
+__device__ __noinline__ inline int draw_from_list(u64 top_p_share, u64 bits) {
     Shared& shared = finish_memory();
-    sum_bins(DRAWN);
-    if (threadIdx.x == 0) shared.cut = {BINS, 0, 0, ~0ull, 0, 0, 0, 0, 0, shared.running_weight[BINS - 1]};
+    u64 lowest = shared.cut.key, total = shared.cut.weight;
     __syncthreads();
-    if (top_k > 0 && top_k < shared.running_count[BINS - 1]) find_cut(DRAWN, false, (u64)top_k);
-    if (top_p_share < (1ull << 53)) {
-        u64 target = nucleus_target(top_p_share, shared.cut.weight), total = shared.cut.weight, listed_from = shared.cut.weight_before;
-        bool in_list = shared.cut.bin < BINS && target > listed_from;
-        __syncthreads();
+    if (top_p_share < NO_TOP_P) {
+        u64 target = nucleus_target(top_p_share, total);
         if (target < total) {
-            if (in_list) pick(DRAWN, true, target);
-            else find_cut(DRAWN, true, target);
+            select_in_whole_list(DRAWN, BY_RANK, lowest, true, target);
+            lowest = shared.cut.key;
+            total = shared.cut.weight;
+            __syncthreads();
         }
     }
+    select_in_whole_list(DRAWN, BY_ID, lowest, true, __umul64hi(bits, total) + 1);
+    return rank_id(shared.cut.key);
 }
 
-// The weight of every chunk's kept tokens, into shared.chunk_weight.
-__device__ __noinline__ inline void sum_kept(const u64* chunk_sums) {
+// The `count` first of the row into the list, perhaps with some that come after them. 0 < count <= LIST.
+__device__ __noinline__ inline void list_first(Which which, int count) {
+    Shared& shared = finish_memory();
+    find_bin(false, (u64)count);
+    const int bin = shared.bin;
+    u64 lowest = 0;
+    if (shared.running_count[bin] > LIST) {
+        cut_bin(which, false, (u64)count);
+        lowest = shared.cut.key;
+    }
+    gather(which, 0, shared.rows[which].groups, 0, bin, lowest, ~0ull);
+}
+
+// ---- many are kept: running sums of groups ---------------------------------------------------------------------------
+
+// The weights of this lane's four tokens of a group, 0 for those that rank after `cutoff`; returns their sum.
+__device__ __forceinline__ u64 weigh_group(int group, u64 cutoff, u64 (&weights)[4]) {
     Shared& shared = finish_memory();
     const Candidates row = shared.rows[DRAWN];
-    const Cut cut = shared.cut;
-    int lane = threadIdx.x & 31;
-    for (int chunk = threadIdx.x >> 5; chunk < row.chunks; chunk += FINISH_WARPS) {
-        u64 sum = 0;
-        if (cut.bin == BINS) {
-            sum = lane == 0 ? chunk_sums[chunk] : 0;
-        } else {
-            for (int bin = lane; bin < cut.bin; bin += 32) sum += row.chunk_weights[chunk * BINS + bin];
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            shared.chunk_weight.low[chunk] = (uint32_t)sum;
-            shared.chunk_weight.high[chunk] = (uint32_t)(sum >> 32);
-        }
+    const int first = group * GROUP + (threadIdx.x & 31) * 4;
+    const float4 x = first < row.row.vocab ? load_logits(row.row, first) : float4{};
+    float kept[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        weights[i] = 0;
+        if (first + i >= row.row.vocab || make_rank(order_key(kept[i]), first + i) < cutoff) kept[i] = -INFINITY;
     }
-    __syncthreads();
-    if (cut.bin == BINS) return;
-    if (cut.split) {  // the list is only a part of the bin
-        for_candidates(DRAWN, cut.bin, cut.bin, cut.cutoff, ~0ull, [&](u64, float logit, int id) {
-            add_split(shared.chunk_weight, id / CHUNK, softmax_weight(logit, row.scale, shared.fractions));
-        });
-    } else {
-        for (int i = threadIdx.x; i <= cut.index; i += FINISH_THREADS) {
-            u64 rank = shared.list[i];
-            add_split(shared.chunk_weight, rank_id(rank) / CHUNK, softmax_weight(rank_value(rank), row.scale, shared.fractions));
-        }
-    }
-    __syncthreads();
+    return weigh_four(kept, row, shared.fractions, [&](int i, u64 weight) { weights[i] = weight; });
 }
 
-// Of n <= 64 sums in the order of i, the first whose running sum is greater than r: shared.chosen, and in shared.rest what
-// is left of r there. The first warp; the block must be brought in step.
-template <class Sum>
-__device__ __forceinline__ void choose_of_64(int n, u64 r, Sum sum_of) {
+// Step 10 with the weight of every group's kept tokens in group_sums: the group, then the token.
+__device__ __noinline__ inline int draw_from_groups(u64 cutoff, u64 bits, u64* group_sums) {
     Shared& shared = finish_memory();
-    int first = 2 * (threadIdx.x & 31);
-    u64 a = first < n ? sum_of(first) : 0, b = first + 1 < n ? sum_of(first + 1) : 0;
-    u64 inclusive = warp_inclusive(a + b), before = inclusive - a - b;
-    if (inclusive > r && before <= r) {
-        bool second = before + a <= r;
-        shared.chosen = first + second;
-        shared.rest = r - before - (second ? a : 0);
-    }
-}
-
-// Steps 6-10 of engine/sampler.py.
-__device__ __noinline__ inline int draw_token(const SlotParams& slot, int num_generated, bool filters, const u64* chunk_sums) {
-    Shared& shared = finish_memory();
-    const Candidates row = shared.rows[DRAWN];
-    if (filters) {
-        apply_filters(slot.top_k, slot.top_p_share);
-    } else {
-        if (threadIdx.x == 0) shared.cut = {BINS, 0, 0, ~0ull, 0, 0, 0, 0, 0, 0};
+    const int groups = shared.rows[DRAWN].groups, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u64 weights[4];
+    if (cutoff > 0) {
+        for (int group = warp; group < groups; group += FINISH_WARPS) {
+            u64 sum = warp_sum(weigh_group(group, cutoff, weights));
+            if (lane == 0) group_sums[group] = sum;
+        }
         __syncthreads();
     }
-    sum_kept(chunk_sums);
-    const u64 cutoff = shared.cut.bin < BINS ? shared.cut.cutoff : 0;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-
-    if (warp == 0) {
-        u64 total = 0;
-        for (int chunk = lane; chunk < row.chunks; chunk += 32) total += split_sum(shared.chunk_weight, chunk);
-        total = warp_sum(total);
-        u64 bits = token_bits(slot.seed_low, slot.seed_high, slot.choice, (uint32_t)num_generated);
-        choose_of_64(row.chunks, __umul64hi(bits, total), [&](int i) { return split_sum(shared.chunk_weight, i); });
+    constexpr int OWN = MAX_GROUPS / FINISH_THREADS;  // neighbouring groups of a thread
+    const int share = (groups + FINISH_THREADS - 1) / FINISH_THREADS, first = threadIdx.x * share;
+    u64 own[OWN], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        own[i] = i < share && first + i < groups ? group_sums[first + i] : 0;
+        sum += own[i];
+    }
+    const u64 inclusive = block_inclusive(sum, 0).weight;
+    if (threadIdx.x == FINISH_THREADS - 1) shared.total = inclusive;
+    __syncthreads();
+    const u64 r = __umul64hi(bits, shared.total);
+    u64 before = inclusive - sum;
+    if (before <= r && r < inclusive) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            if (before <= r && r - before < own[i]) {
+                shared.chosen = first + i;
+                shared.rest = r - before;
+            }
+            before += own[i];
+        }
     }
     __syncthreads();
-
-    // Inside the chunk: sums of every warp's 128 neighbouring tokens, then of the lanes of the chosen 128.
-    const int chunk = shared.chosen;
+    const int group = shared.chosen;
     const u64 rest = shared.rest;
-    __shared__ u64 sums[STRIPS * FINISH_WARPS];
-    static_assert(STRIPS * FINISH_WARPS == 64, "choose_of_64");
-    auto kept_weights = [&](int strip, int thread, u64(&weights)[4]) {
-        int first = chunk * CHUNK + strip * STRIP + thread * 4;
-        weights[0] = weights[1] = weights[2] = weights[3] = 0;
-        if (first >= row.row.vocab) return (u64)0;
-        for_four(load_logits(row.row, first), first, row.row.vocab, [&](float logit, int id) {
-            if (logit >= row.threshold && make_rank(order_key(logit), id) >= cutoff)
-                weights[id - first] = softmax_weight(logit, row.scale, shared.fractions);
-        });
-        return weights[0] + weights[1] + weights[2] + weights[3];
-    };
-    u64 weights[4];
-#pragma unroll 1
-    for (int strip = 0; strip < STRIPS; ++strip) {
-        u64 sum = warp_sum(kept_weights(strip, threadIdx.x, weights));
-        if (lane == 0) sums[strip * FINISH_WARPS + warp] = sum;
-    }
     __syncthreads();
     if (warp == 0) {
-        choose_of_64(STRIPS * FINISH_WARPS, rest, [&](int i) { return sums[i]; });
-        __syncwarp();
-        const int part = shared.chosen;
-        u64 r = shared.rest, own = kept_weights(part / FINISH_WARPS, part % FINISH_WARPS * 32 + lane, weights);
-        u64 running = warp_inclusive(own) - own;
-        if (running <= r && r < running + own) {
+        sum = weigh_group(group, cutoff, weights);
+        before = warp_inclusive(sum) - sum;
+        if (before <= rest && rest - before < sum) {
             int i = 0;
-            while (running + weights[i] <= r) running += weights[i++];
-            shared.chosen = chunk * CHUNK + part / FINISH_WARPS * STRIP + (part % FINISH_WARPS * 32 + lane) * 4 + i;
+            if (rest - before >= weights[0]) i = 1;
+            if (rest - before >= weights[0] + weights[1]) i = 2;
+            if (rest - before >= weights[0] + weights[1] + weights[2]) i = 3;
+            shared.chosen = group * GROUP + lane * 4 + i;
         }
     }
     __syncthreads();
     return shared.chosen;
 }
 
+// ---- the draw --------------------------------------------------------------------------------------------------------
+
+// Steps 8-10 of engine/sampler.py (7, min_p, is the candidates' threshold). group_sums: of all candidates, where there are
+// no filters; else free to use.
+__device__ __forceinline__ int draw_token(const SlotParams& slot, uint32_t todo, int num_generated, u64* group_sums) {
+    Shared& shared = finish_memory();
+    const u64 bits = token_bits(slot.seed_low, slot.seed_high, slot.choice, (uint32_t)num_generated), share = slot.top_p_share;
+    if (!(todo & TODO_COUNTS)) return draw_from_groups(0, bits, group_sums);
+    sum_bins(DRAWN);
+    const int count = shared.running_count[BINS - 1], kept = slot.top_k > 0 ? min(slot.top_k, count) : count;
+    if (!(todo & TODO_WEIGHTS)) {  // top_k <= LIST
+        list_first(DRAWN, kept);
+        select_in_whole_list(DRAWN, BY_RANK, 0, false, (u64)kept);
+        return draw_from_list(share, bits);
+    }
+    u64 total = shared.running_weight[BINS - 1], cutoff = 1;  // less than any rank
+    if (kept < count) {
+        find_bin(false, (u64)kept);
+        cut_bin(DRAWN, false, (u64)kept);
+        cutoff = shared.cut.key;
+        total = shared.cut.weight;
+        __syncthreads();
+    }
+    const u64 target = share < NO_TOP_P ? nucleus_target(share, total) : total;
+    if (target < total) {
+        find_bin(true, target);
+        const int bin = shared.bin;
+        if (shared.running_count[bin] <= LIST) {
+            gather(DRAWN, 0, shared.rows[DRAWN].groups, 0, bin, cutoff, ~0ull);
+            if (threadIdx.x == 0) shared.cut = {0, total, 0};
+            __syncthreads();
+            return draw_from_list(share, bits);
+        }
+        cut_bin(DRAWN, true, target);
+        cutoff = shared.cut.key;
+    }
+    return draw_from_groups(cutoff, bits, group_sums);
+}
+
 // ---- the k best ------------------------------------------------------------------------------------------------------
 
-// The `num_best` first of the ranking, in order, to the start of shared.list; 0 < num_best <= LIST.
+// The `num_best` first of the raw ranking, in order, to shared.best; 0 < num_best <= BINS.
 __device__ __noinline__ inline void find_best(int num_best) {
     Shared& shared = finish_memory();
     __syncthreads();
     sum_bins(RAW);
-    int bin = threadIdx.x;
-    if (shared.running_count[bin] >= num_best && (bin == 0 || shared.running_count[bin - 1] < num_best)) shared.chosen = bin;
+    list_first(RAW, num_best);
+    select_in_whole_list(RAW, BY_RANK, 0, false, (u64)num_best);
+    const u64 lowest = shared.cut.key;
+    if (threadIdx.x == 0) shared.num_few = 0;
+    shared.best[threadIdx.x] = 0;
     __syncthreads();
-    const int last = shared.chosen;
-    u64 lowest = 0;
-    if (shared.running_count[last] > LIST) {
-        find_cut(RAW, false, (u64)num_best);
-        lowest = shared.cut.cutoff;
+    for (int i = threadIdx.x; i < shared.list_size; i += FINISH_THREADS)
+        if (shared.list[i] >= lowest) shared.best[atomicAdd(&shared.num_few, 1)] = shared.list[i];
+    __syncthreads();
+    const int pair = threadIdx.x;
+    int padded = 2;
+    while (padded < num_best) padded *= 2;
+    for (int span = 2; span <= padded; span *= 2) {  // bitonic (Batcher 1968), descending
+        for (int step = span / 2; step > 0; step /= 2) {
+            if (pair < padded / 2) {
+                int i = 2 * pair - (pair & (step - 1)), j = i + step;
+                u64 a = shared.best[i], b = shared.best[j];
+                if ((a < b) == ((i & span) == 0)) {
+                    shared.best[i] = b;
+                    shared.best[j] = a;
+                }
+            }
+            __syncthreads();
+        }
     }
-    gather(RAW, 0, last, lowest, ~0ull);
 }

@@ -5,6 +5,7 @@
 
 constexpr int VOCAB_BITS = 19;  // a vocabulary has fewer than 2^19 tokens (fixed_softmax.py:MAX_VOCAB)
 constexpr uint32_t ID_MASK = (1u << VOCAB_BITS) - 1;
+constexpr u64 NO_TOP_P = 1ull << 53;  // SlotParams.top_p_share
 constexpr float FLOAT_MAX = 3.402823466e+38f;
 
 enum SlotFlags : uint32_t {
@@ -17,7 +18,7 @@ enum SlotFlags : uint32_t {
 struct SlotParams {  // 80 bytes, sampler.py:SLOT_PARAMS
     double temperature;
     double floor;            // max(-32, ln(min_p)): candidates are logits >= float(top + temperature * floor)
-    u64 top_p_share;         // ceil(top_p * 2^53); 2^53: off
+    u64 top_p_share;         // ceil(top_p * 2^53); NO_TOP_P: off
     uint32_t seed_low, seed_high;
     uint32_t choice;
     int32_t top_k;           // 0: off
@@ -62,9 +63,10 @@ enum RowError : uint32_t {
     ROW_MASKED = 4,        // min_tokens leaves no finite logit
     ROW_DEVICE = 5,        // an earlier kernel has marked the slot: count = slot_errors
     ROW_TARGET = 6,        // the target of a scoring row is outside the vocabulary: first = target
+    ROW_UNFINISHED = 7,    // the row needs sampler_weigh and sampler_finish
 };
 
-struct RowResult {  // 16 bytes, sampler.py:ROW_RESULT
+struct alignas(16) RowResult {  // 16 bytes, sampler.py:ROW_RESULT
     int32_t token;  // -1 with an error
     uint32_t error;
     int32_t count, first;
@@ -80,8 +82,9 @@ struct RowScores {
 
 enum Todo : uint32_t {
     TODO_DRAW = 1,
-    TODO_FILTER = 2,  // top_k or top_p: histograms are needed
-    TODO_SCORES = 4,
+    TODO_COUNTS = 2,   // candidates by bin: top_k or top_p
+    TODO_WEIGHTS = 4,  // weights of all candidates; not where top_k leaves few
+    TODO_SCORES = 8,
 };
 
 // Of one row, between the blocks and the kernels of a step. All zero before and after a step.
@@ -185,16 +188,19 @@ __device__ __forceinline__ float edited_logit(float logit, uint32_t seen, const 
 }
 
 // Four neighbouring tokens; `id` is a multiple of 4 below vocab. What lies beyond the vocabulary is unspecified.
-__device__ __forceinline__ float4 load_logits(const RowView& row, int id) {
-    float4 x = *reinterpret_cast<const float4*>(row.logits + id);
-    if (row.seen != nullptr) {
-        uint4 seen = *reinterpret_cast<const uint4*>(row.seen + id);
-        x.x = edited_logit(x.x, seen.x, row);
-        x.y = edited_logit(x.y, seen.y, row);
-        x.z = edited_logit(x.z, seen.z, row);
-        x.w = edited_logit(x.w, seen.w, row);
-    }
+__device__ __forceinline__ float4 load_raw(const RowView& row, int id) { return *reinterpret_cast<const float4*>(row.logits + id); }
+__device__ __forceinline__ uint4 load_words(const RowView& row, int id) { return *reinterpret_cast<const uint4*>(row.seen + id); }
+__device__ __forceinline__ float4 edit_four(float4 x, const uint4& words, const RowView& row) {
+    if ((words.x | words.y | words.z | words.w) == 0) return x;
+    x.x = edited_logit(x.x, words.x, row);
+    x.y = edited_logit(x.y, words.y, row);
+    x.z = edited_logit(x.z, words.z, row);
+    x.w = edited_logit(x.w, words.w, row);
     return x;
+}
+__device__ __forceinline__ float4 load_logits(const RowView& row, int id) {
+    float4 x = load_raw(row, id);
+    return row.seen == nullptr ? x : edit_four(x, load_words(row, id), row);
 }
 
 // f(logit, id) for those of the four that are in the vocabulary.

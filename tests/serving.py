@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import os
 import re
 import signal
 import tempfile
@@ -37,11 +38,14 @@ class Server:
         self.process, self._log = process, log
 
     @classmethod
-    async def start(cls, model_dir: Path, *options: str) -> Server:
-        """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready."""
+    async def start(cls, model_dir: Path, *options: str, backend: str | None = None) -> Server:
+        """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready.
+
+        backend: default $APPLIANCE_TEST_BACKEND or cpu, so that the endpoint's tests run on a GPU unchanged."""
+        backend = backend or os.environ.get("APPLIANCE_TEST_BACKEND", "cpu")
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the Server
         process = await asyncio.create_subprocess_exec(
-            *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", "cpu",
+            *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", backend,
             "--port", "0", *options, stderr=log, env=python_env(), preexec_fn=_die_with_parent,
         )  # fmt: skip
         server = cls(process, log)

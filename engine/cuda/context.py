@@ -9,6 +9,7 @@ then drops the streams and the context, and compares the GPU's free memory with 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ class DeviceContext:
             handle = self.cuda.Device(self.info.ordinal)
             self._context: Any = handle.retain_primary_context()
             self._context.push()
+            atexit.register(self._leave)
             self.free_bytes_at_start = int(self.cuda.mem_get_info()[0])
             self.compute: Any = self.cuda.Stream(_NON_BLOCKING)
             self.copy: Any = self.cuda.Stream(_NON_BLOCKING)
@@ -197,7 +199,16 @@ class DeviceContext:
         if first is not None:
             raise first
 
+    def _leave(self) -> None:
+        """The process ends without `close`: on a context that is still current PyCUDA would abort it."""
+        try:
+            with pycuda_calls("leaving the context"):
+                self._context.pop()
+        except EngineError:
+            pass  # a lost device; the process ends anyway, and whoever ends it has said why
+
     def _drop_context(self) -> None:
+        atexit.unregister(self._leave)
         self.compute = self.copy = None
         free = None
         try:
@@ -206,7 +217,9 @@ class DeviceContext:
             pass  # a lost device cannot be asked; it was logged
         with pycuda_calls("releasing the context"):
             self._context.detach()
-        self.api.cuCtxSetCurrent(0)  # PyCUDA leaves the released context on this thread
+            other = self.cuda.Context.get_current()
+        if other is None:
+            self.api.cuCtxSetCurrent(0)  # PyCUDA leaves the released context on this thread
         if free is None:
             return
         missing = self.missing_bytes = self.free_bytes_at_start - free

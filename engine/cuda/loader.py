@@ -175,7 +175,7 @@ class DeviceArena:
         self._events: list[Event] = []
         whole = self._pinned.array.data
         for i in range(num_slots):
-            event = Event(context, timing=False)
+            event = Event(context, timing=False, blocking=True)  # waiting must not take a core from reading
             self._events.append(event)
             start = i * slot_bytes
             self._free.put(

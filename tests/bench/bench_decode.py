@@ -58,11 +58,11 @@ def main() -> int:
         "bench": "decode",
         "decode_tokens_per_second": round(1 / step, 2),
         "prefill_tokens_per_second": round(args.prompt_tokens / prefill, 1),
-        "weights_gb_per_second": round(engine.weights.arena_bytes / step / 1e9, 2),
+        "weights_gb_per_second": round(engine.backend.weights_bytes / step / 1e9, 2),
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "threads": args.threads,
-        "dtype": engine.weights.dtype,
+        "dtype": args.dtype,
     }
     print(json.dumps(result) if args.json else "\n".join(f"{name:28} {value}" for name, value in result.items()))
     return 0

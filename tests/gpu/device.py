@@ -34,16 +34,17 @@ ENTRY = np.dtype([(n, "<u4" if n in ("code", "op", "sm") else "<i4") for n in
 
 
 class GpuBuffer:
-    """An array on the device between two guards."""
+    """An array on the device between two guards (none on an `exact` device: the sanitizer watches the allocation)."""
 
     def __init__(self, device: GpuDevice, array: Array) -> None:
         self._device = device
+        self._guard = guard = 0 if device.exact else GUARD_BYTES
         self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
         padded = -(-self.nbytes // 16) * 16  # the bytes up to the next 16 belong to the guard
-        host = np.full(2 * GUARD_BYTES + padded, GUARD, np.uint8)
-        host[GUARD_BYTES : GUARD_BYTES + self.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        host = np.full(max(2 * guard + padded, 16), GUARD, np.uint8)
+        host[guard : guard + self.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._allocation = device.context.cuda.mem_alloc(host.nbytes)
-        self.address = int(self._allocation) + GUARD_BYTES
+        self.address = int(self._allocation) + guard
         self._total = host.nbytes
         copy_to_device(device.context, int(self._allocation), host, device.context.compute)
         device.context.compute.synchronize()
@@ -53,9 +54,10 @@ class GpuBuffer:
         host = np.empty(self._total, np.uint8)
         copy_to_host(self._device.context, host, int(self._allocation), self._device.context.compute)
         self._device.context.compute.synchronize()
-        before, after = host[:GUARD_BYTES], host[GUARD_BYTES + self.nbytes :]
+        guard = self._guard
+        before, after = host[:guard], host[guard + self.nbytes :]
         assert (before == GUARD).all() and (after == GUARD).all(), "a kernel wrote outside its array"
-        inner = host[GUARD_BYTES : GUARD_BYTES + self.nbytes].copy()
+        inner = host[guard : guard + self.nbytes].copy()
         return inner.view(self.dtype).reshape(self.shape)
 
     def write(self, array: Array) -> None:
@@ -105,7 +107,8 @@ class Gpu:
 class GpuDevice:
     """Memory and launches of one test; everything is freed at its end."""
 
-    def __init__(self, gpu: Gpu, executor: CudaExecutor | None = None) -> None:
+    def __init__(self, gpu: Gpu, executor: CudaExecutor | None = None, *, exact: bool = False) -> None:
+        self.exact = exact
         self.gpu, self.context = gpu, gpu.context
         self.executor = executor or gpu.executor
         self.path = self.executor.path

@@ -189,7 +189,7 @@ import numpy as np
 from engine.cuda.context import DeviceContext
 from engine.cuda.module import Kernels
 from engine.cuda.memory import DeviceMemory, PinnedBuffer, plan_memory
-from engine.cuda.executor import CudaExecutor
+from engine.cuda.executor import CudaExecutor, Reports
 from engine.cuda.graphs import GraphCache
 from engine.cuda.events import Event
 from kernels import rows
@@ -205,7 +205,8 @@ for _ in range(2):
     executor = CudaExecutor(context, kernels, Reports(ring.device_address, memory.workspace["slot_errors"].address))
     kernels.load_all()
     w = memory.workspace
-    launch = rows.rmsnorm(w["x"].address, w["w"].address, w["out"].address, num_rows=4, hidden=1024, eps=1e-5)
+    launch = rows.rmsnorm(w["x"].address, w["w"].address, w["out"].address, num_rows=4, hidden=1024, ld_out=1024,
+                          eps=1e-5)
     graphs = GraphCache(context, executor.stream)
     graphs.add(4, lambda: executor.run(launch)).launch(executor.stream)
     Event(context).record(executor.stream)
@@ -228,7 +229,7 @@ def test_a_sticky_error_is_a_lost_device(probe):
 import numpy as np
 from engine.cuda.context import DeviceContext
 from engine.cuda.errors import RING_BYTES
-from engine.cuda.executor import CudaExecutor
+from engine.cuda.executor import CudaExecutor, Reports
 from engine.cuda.memory import PinnedBuffer
 from engine.errors import DeviceLost
 from kernels.launch import CommonArgument, Launch
@@ -259,6 +260,17 @@ print("closed")
     lines = run.stdout.splitlines()
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in lines[0] and lines[0].startswith("lost:")
     assert lines[1].startswith("still lost:") and lines[2].startswith("pycuda:") and lines[3] == "closed"
+
+
+def test_an_error_after_the_context_was_opened_keeps_its_exit_code(gpu):
+    """PyCUDA aborts a process that ends with its context still current; systemd would see a crash."""
+    code = """
+from engine.cuda.context import DeviceContext
+context = DeviceContext(0)
+raise SystemExit(4)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (4, "")
 
 
 def test_choosing_by_uuid(gpu):

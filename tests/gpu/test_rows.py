@@ -9,13 +9,14 @@ from engine.cuda.memory import copy_to_host
 from kernels import layout, rows
 from kernels.layout import PAGE_TOKENS
 from tests.gpu.device import GpuDevice
+from tests.kernels import cases_load as load_cases
 from tests.kernels import cases_rows as cases
 from tests.kernels import cases_step_prepare as step_cases
 
 ROWS = range(1, 68)
 
 
-@pytest.mark.parametrize("hidden", [1, 7, 60, 300, 576, 1000, 2048, 3584, 4096, 5120, 8192, 8200, 20000, 32768])
+@pytest.mark.parametrize("hidden", [1, 7, 60, 296, 300, 576, 1000, 2048, 3584, 4096, 5120, 8192, 8200, 20000, 32768])
 def test_rmsnorm(device: GpuDevice, hidden: int) -> None:
     for num_rows in ROWS if hidden in (576, 4096) else (1, 3, 67):
         cases.check_rmsnorm(device, num_rows, hidden)
@@ -25,9 +26,9 @@ def test_rmsnorm_prefill(device: GpuDevice) -> None:
     cases.check_rmsnorm(device, 5000, 576)
 
 
-@pytest.mark.parametrize("threads", [96, 128, 352, 1024])
-def test_rmsnorm_bits_do_not_depend_on_the_block(device: GpuDevice, threads: int) -> None:
-    cases.check_rmsnorm(device, 5, 576, threads=threads)
+@pytest.mark.parametrize("num_rows,threads", [(5, 160), (5, 352), (5, 1024), (65, 96), (65, 128), (65, 1024)])
+def test_rmsnorm_bits_do_not_depend_on_the_block(device: GpuDevice, num_rows: int, threads: int) -> None:
+    cases.check_rmsnorm(device, num_rows, 576, threads=threads)
 
 
 def test_rmsnorm_gathers_rows(device: GpuDevice) -> None:
@@ -51,7 +52,9 @@ def test_embed(device: GpuDevice) -> None:
 def test_qkv_post(device: GpuDevice, head_dim: int, family: str, sharp: bool) -> None:
     for num_rows in (1, 5, 67):
         bias, norm = family == "qwen2", family == "qwen3"
-        cases.check_qkv_post(device, cases.QkvCase(num_rows, 8, 2, head_dim, bias=bias, norm=norm, sharp=sharp))
+        for many in (False, True):
+            case = cases.QkvCase(num_rows, 8, 2, head_dim, bias=bias, norm=norm, sharp=sharp, many=many)
+            cases.check_qkv_post(device, case)
 
 
 def test_qkv_post_rows(device: GpuDevice) -> None:
@@ -60,15 +63,17 @@ def test_qkv_post_rows(device: GpuDevice) -> None:
     cases.check_qkv_post(device, cases.QkvCase(700, 9, 3, 64))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("warps", range(1, 9))
-def test_qkv_post_bits_do_not_depend_on_the_block(device: GpuDevice, warps: int) -> None:
-    cases.check_qkv_post(device, cases.QkvCase(9, 5, 1, 128, bias=True, norm=True, warps=warps))
+def test_qkv_post_bits_do_not_depend_on_the_block(device: GpuDevice, warps: int, many: bool) -> None:
+    cases.check_qkv_post(device, cases.QkvCase(9, 5, 1, 128, bias=True, norm=True, warps=warps, many=many))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("max_position", [1000, 1 << 20])
-def test_qkv_post_reports(device: GpuDevice, max_position: int, head_dim: int) -> None:
-    cases.check_qkv_post_reports(device, max_position, head_dim)
+def test_qkv_post_reports(device: GpuDevice, max_position: int, head_dim: int, many: bool) -> None:
+    cases.check_qkv_post_reports(device, max_position, head_dim, many=many)
 
 
 def test_qkv_post_padding_row(device: GpuDevice) -> None:
@@ -98,8 +103,8 @@ def test_qkv_post_in_a_pool_over_4_gib(device: GpuDevice) -> None:
         for pool, wanted in zip((k, v), case.bits()[1:]):
             for row in range(12):
                 for head in range(8):
-                    got = np.empty(128, np.uint16)
                     indices = layout.kv_offset(page[row], head, token[row], np.arange(128), 8, 128)
+                    got = np.empty(np.ptp(indices) + 1, np.uint16)
                     copy_to_host(device.context, got, int(pool) + 2 * int(indices.min()), stream)
                     stream.synchronize()
                     assert np.array_equal(got[indices - indices.min()], wanted[row, head])
@@ -127,26 +132,26 @@ def test_step_prepare_bad_records(device: GpuDevice) -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("size", [(1, 1), (33, 72), (17, 61), (3, 999), (576, 1536), (100, 4096)])
 def test_retile(device: GpuDevice, dtype: str, size: tuple[int, int]) -> None:
-    cases.check_retile(device, dtype, *size)
-    cases.check_retile(device, dtype, *size, row0=21, num_pieces=5)
-    cases.check_retile(device, dtype, *size, num_pieces=4, multiple=8)
+    load_cases.check_retile(device, dtype, *size)
+    load_cases.check_retile(device, dtype, *size, row0=21, num_pieces=5)
+    load_cases.check_retile(device, dtype, *size, num_pieces=4, multiple=8)
 
 
 @pytest.mark.parametrize("size", [(13, 40), (24, 61), (1536, 576)])
 def test_retile_gate_up(device: GpuDevice, size: tuple[int, int]) -> None:
-    cases.check_retile_gate_up(device, *size)
+    load_cases.check_retile_gate_up(device, *size)
 
 
 def test_retile_counts_overflows(device: GpuDevice) -> None:
-    cases.check_retile_counts_overflows(device)
+    load_cases.check_retile_counts_overflows(device)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_copy_f32(device: GpuDevice, dtype: str) -> None:
     for count in (1, 576, 1_000_001):
-        cases.check_copy_f32(device, dtype, count)
+        load_cases.check_copy_f32(device, dtype, count)
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, (16 << 20) - 65536, (17 << 20) + 48, 100 << 20])
 def test_checksum(device: GpuDevice, nbytes: int) -> None:
-    cases.check_checksum(device, nbytes)
+    load_cases.check_checksum(device, nbytes)

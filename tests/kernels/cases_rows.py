@@ -7,17 +7,14 @@ that restates the kernel's arithmetic bit for bit, and kernels/reference.py in f
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.convert import convert
-from kernels import checksum as host_checksum
 from kernels import layout, reference, rows
 from kernels.launch import Launch
-from kernels.layout import PAGE_TOKENS, RowMap
+from kernels.layout import PAGE_TOKENS
 
 Array = npt.NDArray[Any]
 
@@ -189,7 +186,8 @@ class QkvCase:
     head_dim: int
     bias: bool = False
     norm: bool = False
-    warps: int | None = None
+    warps: int = 4
+    many: bool | None = None
     seed: int = 0
 
     sharp: bool = False  # inputs that show a wrong last bit of float32 in the bf16 results
@@ -259,7 +257,7 @@ class QkvCase:
                 *(buffer.address for buffer in held), q.address, k.address, v.address, num_rows=self.num_rows,
                 num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
                 table_width=self.table_width, num_pages=self.num_pages, max_slots=self.num_rows,
-                max_position=self.max_position, layer=7, eps=self.eps, warps=self.warps,
+                max_position=self.max_position, layer=7, eps=self.eps, warps=self.warps, many=self.many,
                 **{name: buffer.address for name, buffer in optional.items()},
             )
         )  # fmt: skip
@@ -315,27 +313,24 @@ def check_qkv_post(device: Device, case: QkvCase) -> None:
         assert np.all(pages == POISON)
 
 
-def check_qkv_post_reports(device: Device, max_position: int, head_dim: int) -> None:
+def check_qkv_post_reports(device: Device, max_position: int, head_dim: int, *, many: bool = False) -> None:
     """Bad positions and pages write nothing; NaN and Inf are written, and reported with their head and element."""
-    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=head_dim)
-    case.max_position = max_position
+    case = QkvCase(num_rows=8, num_heads=2, num_kv_heads=1, head_dim=head_dim, many=many)
+    n_pages, case.max_position = case.num_pages, max_position
     first_bad = min(max_position, case.table_width * PAGE_TOKENS)
-    case.tables[case.slots[0]] = case.num_pages  # the dummy page is not for this slot
+    case.tables[case.slots[0]] = n_pages  # the dummy page is not for this slot
     case.tables[case.slots[1]] = -1
-    case.tables[case.slots[2]] = case.num_pages + 1
+    case.tables[case.slots[2]] = n_pages + 1
     case.positions[3], case.positions[4] = -1, first_bad
     half = head_dim // 2
     case.qkv[5, head_dim + half + 5 : 2 * head_dim] = np.nan  # head 1; rope spreads them to the first half
     case.qkv[6, -2:] = np.inf  # v of KV head 0: head 3
     case.run(device)
-    heads = range(4)
-    wanted = {(int(case.slots[0]), PAGE_RANGE, head, case.num_pages) for head in heads}
-    wanted |= {(int(case.slots[1]), PAGE_RANGE, head, -1) for head in heads}
-    wanted |= {(int(case.slots[2]), PAGE_RANGE, head, case.num_pages + 1) for head in heads}
-    wanted |= {(int(case.slots[3]), POSITION_RANGE, head, -1) for head in heads}
-    wanted |= {(int(case.slots[4]), POSITION_RANGE, head, first_bad) for head in heads}
+    wanted = {(int(case.slots[row]), PAGE_RANGE, -1, page) for row, page in enumerate((n_pages, -1, n_pages + 1))}
+    wanted |= {(int(case.slots[row]), POSITION_RANGE, -1, value) for row, value in ((3, -1), (4, first_bad))}
     wanted |= {(int(case.slots[5]), NONFINITE, 1, head_dim + 5), (int(case.slots[6]), NONFINITE, 3, 4 * head_dim - 2)}
     errors = device.take_errors()
+    assert len(errors) == len(wanted)
     assert {(e["slot"], e["code"], e["head"], e["value"]) for e in errors} == wanted
     assert {(e["op"], e["layer"]) for e in errors} == {(4, 7)}
     position_of = {int(slot): int(position) for slot, position in zip(case.slots, case.positions)}
@@ -357,145 +352,3 @@ def check_qkv_post_padding_row(device: Device) -> None:
     case.run(device)
     assert device.take_errors() == []
     assert np.array_equal(case.k[case.num_pages, 0, 0], case.bits()[1][1, 0])
-
-
-# ---- retile, copy_f32, checksum --------------------------------------------------------------------------------------
-
-
-def source_matrix(
-    rng: np.random.Generator, dtype: str, rows_: int, columns: int
-) -> tuple[Array, npt.NDArray[np.uint16]]:
-    """Random bits of that dtype (subnormals, NaN, Inf, and of F32 no finite value beyond bf16), and bf16 bits by the
-    CPU loader's conversion, which tests/engine compares with other libraries."""
-    if dtype == "F32":
-        source = rng.integers(0, 1 << 32, (rows_, columns), dtype=np.uint32)
-        too_large = (source & 0x7FFFFFFF >= 0x7F7F8000) & (source & 0x7FFFFFFF < 0x7F800000)
-        source[too_large] = 0x3F800001
-    else:
-        source = rng.integers(0, 1 << 16, (rows_, columns), dtype=np.uint16)
-    if dtype == "BF16":
-        return source, source
-    bits = np.empty((rows_, columns), np.uint16)
-    convert(memoryview(source).cast("B"), dtype, memoryview(bits).cast("B"), "BF16")
-    return source, bits
-
-
-def pieces(rng: np.random.Generator, size: int, count: int) -> list[tuple[int, int]]:
-    """Random (start, length) that cover 0..size-1 in order."""
-    cuts = sorted({0, size, *rng.integers(0, size, count).tolist()})
-    return [(a, b - a) for a, b in itertools.pairwise(cuts)]
-
-
-def check_retile(
-    device: Device,
-    dtype: str,
-    rows_: int,
-    columns: int,
-    *,
-    row0: int = 0,
-    num_pieces: int = 1,
-    multiple: int = 1,
-    seed: int = 0,
-) -> None:
-    """A matrix in random pieces, at row0 of a larger one; cuts at multiples of `multiple` elements."""
-    rng = np.random.default_rng((seed, rows_, columns))
-    source, bits = source_matrix(rng, dtype, rows_, columns)
-    whole = np.zeros((row0 + rows_ + 3, columns), np.uint16)
-    tiled_d, overflows_d = device.put(layout.tile(whole)), device.put(np.zeros(1, np.uint32))
-    flat = source.reshape(-1)
-    for start, length in pieces(rng, -(-flat.size // multiple), num_pieces):
-        start, stop = start * multiple, min(flat.size, (start + length) * multiple)
-        staged = device.put(flat[start:stop])
-        device.run(
-            rows.retile(
-                staged.address, dtype, tiled_d.address, overflows_d.address, first_element=start, count=stop - start,
-                columns=columns, row0=row0,
-            )
-        )  # fmt: skip
-    whole[row0 : row0 + rows_] = bits
-    assert np.array_equal(tiled_d.read(), layout.tile(whole))
-    assert overflows_d.read()[0] == 0
-
-
-def check_retile_gate_up(device: Device, intermediate: int, columns: int, *, seed: int = 0) -> None:
-    """gate and up, each in pieces, interleave; untile gives them back."""
-    rng = np.random.default_rng((seed, intermediate, columns))
-    (gate, gate_bits), (up, up_bits) = (source_matrix(rng, "F16", intermediate, columns) for _ in range(2))
-    tiled_d = device.put(np.zeros(layout.tiled_elements(layout.gate_up_rows(intermediate), columns), np.uint16))
-    overflows_d = device.put(np.zeros(1, np.uint32))
-    for source, row_map in ((up, RowMap.UP), (gate, RowMap.GATE)):
-        for start, length in pieces(rng, source.size, 3):
-            staged = device.put(source.reshape(-1)[start : start + length])
-            device.run(
-                rows.retile(
-                    staged.address, "F16", tiled_d.address, overflows_d.address, first_element=start, count=length,
-                    columns=columns, row_map=row_map,
-                )
-            )  # fmt: skip
-    assert np.array_equal(tiled_d.read(), layout.tile(layout.interleave_gate_up(gate_bits, up_bits)))
-    for bits, row_map in ((gate_bits, RowMap.GATE), (up_bits, RowMap.UP)):
-        out_d = device.put(poisoned(intermediate, columns))
-        device.run(rows.untile(tiled_d.address, out_d.address, rows=intermediate, columns=columns, row_map=row_map))
-        assert np.array_equal(out_d.read(), bits)
-
-
-def check_retile_counts_overflows(device: Device) -> None:
-    """The largest float32 that rounds to a finite bf16 is not counted, the next is; NaN and Inf are not."""
-    values = np.array(
-        [0x7F7F7FFF, 0x7F7F8000, 0xFF7F8000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x3F800000], np.uint32
-    )
-    source_d, tiled_d = device.put(values), device.put(np.zeros(16 * 64, np.uint16))
-    overflows_d = device.put(np.array([5], np.uint32))
-    device.run(
-        rows.retile(source_d.address, "F32", tiled_d.address, overflows_d.address, first_element=0, count=8, columns=8)
-    )
-    assert overflows_d.read()[0] == 5 + 3
-    assert layout.untile(tiled_d.read(), 1, 8)[0].tolist() == [
-        0x7F7F,
-        0x7F80,
-        0xFF80,
-        0x7F80,
-        0x7F80,
-        0xFF80,
-        0x7FC0,
-        0x3F80,
-    ]
-
-
-def check_copy_f32(device: Device, dtype: str, count: int, *, seed: int = 0) -> None:
-    rng = np.random.default_rng((seed, count))
-    source, _ = source_matrix(rng, dtype, 1, count)
-    wanted = np.empty(count, np.uint32)
-    if dtype == "F32":
-        wanted[:] = source[0]
-    else:
-        convert(memoryview(source).cast("B"), dtype, memoryview(wanted).cast("B"), "F32")
-    source_d, out_d = device.put(source), device.put(np.full(count, 0x7FC12345, np.uint32))
-    device.run(rows.copy_f32(source_d.address, dtype, out_d.address, count=count))
-    assert np.array_equal(out_d.read(), wanted)
-
-
-def device_checksum(device: Device, memory: Array) -> str:
-    """By the kernel, in two launches where there is more than one block."""
-    memory_d, nbytes = device.put(memory), memory.nbytes
-    blocks = host_checksum.num_blocks(nbytes)
-    sums = []
-    for first, count in ((0, 1), (1, blocks - 1)):
-        if count:
-            out_d = device.put(np.full(count * host_checksum.PARTS, 0xDEAD, np.uint64))
-            device.run(rows.checksum(memory_d.address, nbytes, out_d.address, first_block=first, blocks=count))
-            sums.append(out_d.read())
-    return host_checksum.combine(np.concatenate(sums), nbytes)
-
-
-def check_checksum(device: Device, nbytes: int, *, flips: int = 2, seed: int = 0) -> None:
-    """Kernel = numpy, and a flipped bit anywhere changes it."""
-    rng = np.random.default_rng((seed, nbytes))
-    memory = rng.integers(0, 256, nbytes, np.uint8)
-    clean = device_checksum(device, memory)
-    assert clean == host_checksum.checksum(memoryview(memory))
-    for bit in (0, nbytes * 8 - 1, *rng.integers(0, nbytes * 8, flips).tolist()):
-        memory[bit // 8] ^= 1 << bit % 8
-        assert device_checksum(device, memory) != clean
-        memory[bit // 8] ^= 1 << bit % 8
-    assert device_checksum(device, memory) == clean

@@ -40,7 +40,6 @@ class DeviceSampler:
     shape: sampler.SamplerShape
     num_multiprocessors: int = 132
     update_words: int = 1 << 16
-    launches: int = 0
     _at: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +62,9 @@ class DeviceSampler:
             self.machine.write(self._at["updates"], buffer)
             self.machine.run(sampler.update_launch(self.shape, self._at["memory"], self._at["updates"], count))
 
-    def step(self, rows: Sequence[Row | None], greedy_only: bool = False) -> list[SampleResult | TokenLogprob | str | None]:
+    def step(
+        self, rows: Sequence[Row | None], greedy_only: bool = False
+    ) -> list[SampleResult | TokenLogprob | str | None]:
         """Results of the rows; None = padding. A scoring row that fails gives its error's text."""
         shape = self.shape
         logits = np.full((len(rows), self.ld), np.nan, np.float32)
@@ -157,6 +158,9 @@ KINDS = {
     "clumped": lambda rng, n: np.where(rng.random(n) < 0.9, rng.normal(0, 1e-6, n), rng.normal(-15, 5, n)),
     "far below": lambda rng, n: np.where(rng.random(n) < 5 / n, 30.0, rng.normal(-90, 1, n)),
     "denormal": lambda rng, n: rng.integers(-3, 4, n) * 1e-45,
+    "like a model's": lambda rng, n: (
+        rng.normal(-1, 2.3, n) + np.where(rng.random(n) < 60 / n, rng.uniform(4, 12, n), 0)
+    ),
 }
 BAD_KINDS = {
     "NaN": lambda rng, n: np.where((rng.random(n) < 0.01) | (np.arange(n) == n // 2), np.nan, rng.normal(0, 1, n)),
@@ -199,3 +203,29 @@ def random_params(rng: np.random.Generator, vocab_size: int, max_logprobs: int, 
         stop_token_ids=stops[:2],
         eos_token_ids=stops[2:],
     )
+
+
+def check_random_requests(
+    device: DeviceSampler, seed: int, num_rows: int, *, kinds: Sequence[str] = tuple(KINDS), steps: int = 4
+) -> None:
+    """Random requests over several steps, with scoring, padding and now and then bad rows among them. Counts for
+    penalties live on the device: the host's SampleState is told each token, and both must agree to the end."""
+    rng = np.random.default_rng(seed)
+    vocab_size, limits = device.shape.vocab_size, device.shape
+    states = []
+    for _ in range(num_rows):
+        prompt = [int(i) for i in rng.integers(0, vocab_size, int(rng.integers(0, 30)))]
+        params = random_params(rng, vocab_size, limits.max_logprobs, limits.max_edits - 4)
+        states.append(SampleState(params, prompt, vocab_size, int(rng.integers(0, 3))))
+    slots = [int(i) for i in rng.permutation(limits.num_slots - 1)[:num_rows]]
+    device.set_slots(dict(zip(slots, states, strict=True)))
+    for step in range(steps):
+        rows: list[Row | None] = []
+        for slot, state in zip(slots, states, strict=True):
+            kind = str(rng.choice(kinds)) if rng.random() < 0.97 else str(rng.choice(list(BAD_KINDS)))
+            target = int(rng.integers(0, vocab_size)) if rng.random() < 0.15 else None
+            row = Row(make_row(kind, int(rng.integers(0, 2**32)), vocab_size), slot, state, target)
+            rows.append(row if step != 2 or rng.random() < 0.9 else None)
+        for item, result in zip(rows, check(device, rows), strict=True):
+            if item is not None and isinstance(result, SampleResult) and result.error is None:
+                item.state.append(result.token_id)

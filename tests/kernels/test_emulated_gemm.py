@@ -191,7 +191,7 @@ def test_asking_for_the_next_weights_changes_nothing_else() -> None:
     followers = zip(kept[1:] + kept[:1], problems[1:] + problems[:1], strict=True)
     for launch, (follower, problem) in zip(linked, followers, strict=True):
         w, tiles, k_tiles, blocks, teams, nbytes = (int(value) for value in launch.arguments[-6:])  # type: ignore[arg-type]
-        assert (w, blocks, teams) == (follower.arguments[2], follower.grid[0], follower.arguments[8])
+        assert w == follower.arguments[2] and blocks == follower.grid[0] and teams == follower.arguments[8]
         assert tiles * k_tiles * 2048 == problem.tiled().nbytes
         assert 0 < nbytes <= k_tiles * 2048 and nbytes % 2048 == 0
 

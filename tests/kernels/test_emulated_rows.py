@@ -10,6 +10,7 @@ import pytest
 
 from kernels import checksum, layout
 from kernels.launch import Launch
+from tests.kernels import cases_load as load_cases
 from tests.kernels import cases_rows as cases
 from tests.kernels import cases_step_prepare as step_cases
 from tests.kernels.emulator import EmulatedExecutor, guarded_array
@@ -50,14 +51,16 @@ def device(request: pytest.FixtureRequest) -> EmulatedDevice:
     return EmulatedDevice(*request.param)
 
 
-@pytest.mark.parametrize("hidden", [1, 7, 60, 300, 576, 1000, 4096, 8192, 8200, 20000])
+@pytest.mark.parametrize("hidden", [1, 7, 60, 296, 576, 1000, 4096, 8192, 8200, 20000])
 def test_rmsnorm(device: EmulatedDevice, hidden: int) -> None:
     cases.check_rmsnorm(device, 3, hidden)
+    if hidden <= 576:
+        cases.check_rmsnorm(device, 65, hidden)
 
 
-@pytest.mark.parametrize("threads", [96, 128, 352, 1024])
-def test_rmsnorm_bits_do_not_depend_on_the_block(device: EmulatedDevice, threads: int) -> None:
-    cases.check_rmsnorm(device, 5, 576, threads=threads)
+@pytest.mark.parametrize("num_rows,threads", [(5, 160), (5, 352), (5, 1024), (65, 96), (65, 128), (65, 1024)])
+def test_rmsnorm_bits_do_not_depend_on_the_block(device: EmulatedDevice, num_rows: int, threads: int) -> None:
+    cases.check_rmsnorm(device, num_rows, 576, threads=threads)
 
 
 def test_rmsnorm_gathers_rows(device: EmulatedDevice) -> None:
@@ -78,12 +81,13 @@ def test_embed(device: EmulatedDevice, num_rows: int, hidden: int) -> None:
 def test_qkv_post(device: EmulatedDevice, head_dim: int, family: str) -> None:
     bias, norm = family == "qwen2", family == "qwen3"
     cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm))
-    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm, sharp=True))
+    cases.check_qkv_post(device, cases.QkvCase(5, 4, 2, head_dim, bias=bias, norm=norm, sharp=True, many=True))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("warps", [1, 3, 8])
-def test_qkv_post_bits_do_not_depend_on_the_block(device: EmulatedDevice, warps: int) -> None:
-    cases.check_qkv_post(device, cases.QkvCase(3, 5, 1, 128, bias=True, norm=True, warps=warps))
+def test_qkv_post_bits_do_not_depend_on_the_block(device: EmulatedDevice, warps: int, many: bool) -> None:
+    cases.check_qkv_post(device, cases.QkvCase(3, 5, 1, 128, bias=True, norm=True, warps=warps, many=many))
 
 
 @pytest.mark.parametrize("num_rows", [1, 67])
@@ -91,10 +95,11 @@ def test_qkv_post_rows(device: EmulatedDevice, num_rows: int) -> None:
     cases.check_qkv_post(device, cases.QkvCase(num_rows, 3, 3, 64))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("max_position", [1000, 1 << 20])
-def test_qkv_post_reports(device: EmulatedDevice, max_position: int, head_dim: int) -> None:
-    cases.check_qkv_post_reports(device, max_position, head_dim)
+def test_qkv_post_reports(device: EmulatedDevice, max_position: int, head_dim: int, many: bool) -> None:
+    cases.check_qkv_post_reports(device, max_position, head_dim, many=many)
 
 
 def test_qkv_post_padding_row(device: EmulatedDevice) -> None:
@@ -136,29 +141,29 @@ def test_step_prepare_clears_slot_errors(device: EmulatedDevice) -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("rows,columns", [(1, 1), (16, 64), (33, 72), (40, 136), (5, 200), (17, 61), (3, 999)])
 def test_retile(device: EmulatedDevice, dtype: str, rows: int, columns: int) -> None:
-    cases.check_retile(device, dtype, rows, columns)
-    cases.check_retile(device, dtype, rows, columns, row0=21, num_pieces=5)
-    cases.check_retile(device, dtype, rows, columns, num_pieces=4, multiple=8)
+    load_cases.check_retile(device, dtype, rows, columns)
+    load_cases.check_retile(device, dtype, rows, columns, row0=21, num_pieces=5)
+    load_cases.check_retile(device, dtype, rows, columns, num_pieces=4, multiple=8)
 
 
 @pytest.mark.parametrize("intermediate,columns", [(8, 64), (13, 40), (24, 61)])
 def test_retile_gate_up(device: EmulatedDevice, intermediate: int, columns: int) -> None:
-    cases.check_retile_gate_up(device, intermediate, columns)
+    load_cases.check_retile_gate_up(device, intermediate, columns)
 
 
 def test_retile_counts_overflows(device: EmulatedDevice) -> None:
-    cases.check_retile_counts_overflows(device)
+    load_cases.check_retile_counts_overflows(device)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("count", [1, 576, 1001])
 def test_copy_f32(device: EmulatedDevice, dtype: str, count: int) -> None:
-    cases.check_copy_f32(device, dtype, count)
+    load_cases.check_copy_f32(device, dtype, count)
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096, (16 << 20) - 65536, (17 << 20) + 48])
 def test_checksum(nbytes: int) -> None:
-    cases.check_checksum(EmulatedDevice("hopper", 2), nbytes, flips=0)
+    load_cases.check_checksum(EmulatedDevice("hopper", 2), nbytes, flips=0)
 
 
 def test_checksum_finds_changes_of_any_word() -> None:

@@ -13,7 +13,7 @@ from engine.fixed_softmax import softmax_weights
 from engine.sampler import SampleState
 from engine.types import SamplingParams
 from kernels.sampler import SamplerShape, pack_slot, pack_updates
-from tests.kernels.cases_sampler import BAD_KINDS, KINDS, DeviceSampler, Row, check, make_row, random_params
+from tests.kernels.cases_sampler import BAD_KINDS, KINDS, DeviceSampler, Row, check, check_random_requests, make_row
 from tests.kernels.emulator import EmulatedExecutor
 
 FULL = os.environ.get("APPLIANCE_FULL") == "1"
@@ -79,15 +79,27 @@ def test_any_kind_of_row(kind, size):
         run_states(device, make_row(kind, size, size), states)
 
 
-@pytest.mark.parametrize("kind", ["peaked", "equal", "ties", "clumped", "some -inf", "far below"])
-def test_rows_of_several_chunks_and_bins_that_must_be_split(kind):
-    """More than 8192 tokens: several blocks a row; ties beyond what one list holds."""
-    size = 20_001
-    device = make_device(size, rows=4)
+LARGE = [
+    {},
+    {"top_p": 0.6},
+    {"top_p": 0.97},
+    {"top_k": 2500, "top_p": 0.9},
+    {"top_k": 9000},
+    {"top_k": 12_000, "top_p": 0.99},
+    {"top_k": 12_000, "top_p": 0.2},
+    {"top_k": 5000, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS if FULL else ["peaked", "flat", "equal", "ties", "clumped", "far below"])
+def test_rows_of_several_chunks_and_more_candidates_than_a_list_holds(kind):
+    """Rows of 4 chunks of 8192 tokens; ties and nuclei beyond the 8192 entries of the list."""
+    size = 30_001
+    device = make_device(size, rows=len(LARGE))
     for temperature in (1.0, 0.7):
         states = [
             SampleState(sampling(seed=5, temperature=temperature, logprobs=20, **options), [], size, 0)
-            for options in ({}, {"top_p": 0.6}, {"top_k": 2500, "top_p": 0.9}, {"top_k": 5000, "min_p": 0.001})
+            for options in LARGE
         ]
         run_states(device, make_row(kind, 1, size), states)
 
@@ -146,32 +158,11 @@ def test_a_target_outside_the_vocabulary():
             device.step([Row(make_row("peaked", 1, 50), 0, state, target=target)])
 
 
-@settings(deadline=None, max_examples=400 if FULL else 40)
+@settings(deadline=None, max_examples=1000 if FULL else 100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from(sorted(KINDS)), st.integers(0, 5))
 def test_random_requests_over_many_steps(seed, vocab_size, kind, order):
-    """Counts for penalties live on the device: the host's SampleState is told each token and must agree to the end."""
-    rng = np.random.default_rng(seed)
-    device = make_device(vocab_size, rows=4, seed=order, num_multiprocessors=int(rng.choice([1, 132])))
-    states = []
-    for _ in range(4):
-        prompt = [int(i) for i in rng.integers(0, vocab_size, int(rng.integers(0, 30)))]
-        states.append(SampleState(random_params(rng, vocab_size, 20, 60), prompt, vocab_size, int(rng.integers(0, 3))))
-    slots = [int(i) for i in rng.permutation(5)[:4]]
-    device.shape.num_slots  # noqa: B018
-    device.set_slots(dict(zip(slots, states)))
-    for step in range(4):
-        rows: list[Row | None] = [
-            Row(make_row(kind, seed + step, vocab_size), slot, state) for slot, state in zip(slots, states)
-        ]
-        if step % 2:
-            scored = int(rng.integers(0, 4))
-            rows[scored] = Row(rows[scored].logits, slots[scored], states[scored], target=int(rng.integers(0, vocab_size)))
-        if step == 2:
-            rows[int(rng.integers(0, 4))] = None
-        results = check(device, rows)
-        for row, result in zip(rows, results):
-            if row is not None and row.target is None and result.error is None:
-                row.state.append(result.token_id)
+    device = make_device(vocab_size, rows=5, seed=order, num_multiprocessors=(1, 132)[seed % 2])
+    check_random_requests(device, seed, 4, kinds=[kind])
 
 
 def test_penalties_on_counts_of_many_steps_and_after_a_rebuild():
@@ -199,7 +190,12 @@ def test_bias_and_penalties_saturate():
     bias = {0: 100.0, 1: -100.0, 2: 100.0, 9: -100.0}
     device = make_device(size, rows=4)
     states = [
-        SampleState(sampling(temperature=t, repetition_penalty=r, presence_penalty=-2.0, frequency_penalty=f, logit_bias=bias), list(range(size)), size, 0)
+        SampleState(
+            sampling(temperature=t, repetition_penalty=r, presence_penalty=-2.0, frequency_penalty=f, logit_bias=bias),
+            list(range(size)),
+            size,
+            0,
+        )
         for t, r, f in ((0.0, 0.01, -2.0), (1.0, 10.0, 2.0), (1e30, 0.01, 2.0), (0.0, 1.0, 0.0))
     ]
     for state in states:
@@ -256,12 +252,13 @@ def test_padding_rows_do_nothing():
 def test_updates_larger_than_the_buffer_are_continued():
     size = 3000
     shape = SamplerShape(num_slots=3, vocab_size=size, max_rows=2, max_edits=64, max_logprobs=5)
-    state = SampleState(sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0}), list(range(0, size, 2)), size, 0)
+    params = sampling(repetition_penalty=2.0, logit_bias={5: 1.0, 6: -2.0})
+    state = SampleState(params, list(range(0, size, 2)), size, 0)
     small = SampleState(sampling(temperature=0.0), [], size, 0)
     packed = [(0, pack_slot(shape, state)), (1, pack_slot(shape, small))]
     buffers = pack_updates(packed, 500)
     assert len(buffers) > 6 and all(buffer.size <= 500 for buffer, _ in buffers)
-    with pytest.raises(ValueError, match="cannot hold 2 edits and a token"):
+    with pytest.raises(ValueError, match="too small for 2 edits and a token"):
         pack_updates(packed, 36)
     device = DeviceSampler(EmulatedMachine(), shape, update_words=500)
     run_states(device, make_row("peaked", 1, size), [state, small])
@@ -272,6 +269,7 @@ def test_limits_of_the_shape_are_told():
         SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2048, max_logprobs=5)
     shape = SamplerShape(num_slots=2, vocab_size=10, max_rows=1, max_edits=2, max_logprobs=5)
     with pytest.raises(ValueError, match="3 ids with a bias or masked"):
-        pack_slot(shape, SampleState(sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,)), [], 10, 0))
+        params = sampling(logit_bias={1: 1.0, 2: 1.0}, min_tokens=1, stop_token_ids=(4,))
+        pack_slot(shape, SampleState(params, [], 10, 0))
     with pytest.raises(ValueError, match="6 logprobs"):
         pack_slot(shape, SampleState(sampling(logprobs=6), [], 10, 0))

@@ -212,8 +212,10 @@ def test_finds_kernels_however_they_are_written() -> None:
     extern "C" __global__ void plain(int a) {}
     extern "C" __global__ void __launch_bounds__(N * (W + 1), 2) bounded(int a) {}
     extern "C" __launch_bounds__(64) __global__ void before(int a) {}
+    struct S { int x = __builtin_constant_p(1); }; extern "C" __global__ void
+        broken_line(const S s, int (*f)(int)) { }
     template <int N> __global__ void not_callable(int a) {}
     extern "C" __global__ void one() {} extern "C" __global__ void two() {}
     """
     found = {kernel.name: kernel.max_threads for kernel in find_kernels(text)}
-    assert found == {"plain": "0", "bounded": "N * (W + 1)", "before": "64", "one": "0", "two": "0"}
+    assert found == {"plain": "0", "bounded": "N * (W + 1)", "before": "64", "broken_line": "0", "one": "0", "two": "0"}

@@ -28,7 +28,7 @@ def test_python_linters(command: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("script", [".ci/run", ".ci/setup", ".ci/lock", "tests/host/bare"])
+@pytest.mark.parametrize("script", [".ci/run", ".ci/setup", ".ci/lock", ".ci/build-pycuda", "tests/host/bare"])
 def test_shell_scripts_parse(script: str) -> None:
     result = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -62,7 +62,11 @@ def test_every_package_is_listed() -> None:
 
 def test_locked_requirements_cover_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for wanted, lock in ((project["dependencies"], "run"), (project["optional-dependencies"]["dev"], "dev")):
+    for wanted, lock in (
+        (project["dependencies"], "run"),
+        (project["optional-dependencies"]["dev"], "dev"),
+        (project["optional-dependencies"]["gpu"], "gpu"),
+    ):
         locked = (ROOT / f".ci/requirements/{lock}.txt").read_text()
         for requirement in wanted:
             name = re.split(r"[<>=\[; ]", requirement)[0]

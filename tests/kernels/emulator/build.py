@@ -46,53 +46,45 @@ class KernelDeclaration:
 
 
 def find_kernels(text: str) -> list[KernelDeclaration]:
-    """The `extern "C" __global__` functions defined or declared in preprocessed text."""
+    """The `extern "C" __global__` functions in preprocessed text. Templates are not among them: they have no C name."""
     found: dict[str, KernelDeclaration] = {}
     for match in re.finditer(r"\b__global__\b", text):
         before = re.split(r"[;}]", text[max(0, match.start() - 400) : match.start()])[-1]
-        after = text[match.end() : match.end() + 1000]
-        bounds = "0"
-        launch = re.search(r"__launch_bounds__\s*\(", before + after)
-        head = re.match(r'[^;{]*?\bvoid\b', before + after, re.DOTALL)
-        if head is None or "template" in before or 'extern "C"' not in _plain(before):
+        if 'extern "C"' not in before:
             continue
-        both = before + after
-        if launch is not None and launch.start() < both.index("{" if "{" in both else ")"):
-            argument, end = _balanced(both, launch.end())
-            bounds = _split(argument)[0]
-            both = both[: launch.start()] + both[end:]
-        name = re.search(r"\bvoid\s+(?:__attribute__\s*\(\(.*?\)\)\s*)?(\w+)\s*\(", both)
-        if name is not None:
-            found.setdefault(name[1], KernelDeclaration(name[1], bounds))
+        declaration = before[before.index('extern "C"') :] + text[match.end() : match.end() + 1000]
+        bounds = "0"
+        launch = re.search(r"__launch_bounds__\s*\(", declaration.split("{")[0])
+        if launch is not None:
+            arguments, end = _arguments(declaration, launch.end())
+            bounds = arguments[0].strip()
+            declaration = declaration[: launch.start()] + declaration[end:]
+        name = re.match(r'extern "C"\s+void\s+(\w+)\s*\(', declaration)
+        if name is None:
+            raise CompileError(f'not the form `extern "C" __global__ void name(`: {declaration[:100]!r}')
+        found.setdefault(name[1], KernelDeclaration(name[1], bounds))
     return list(found.values())
 
 
-def _plain(text: str) -> str:
-    return re.sub(r'extern\s+"C"', 'extern "C"', text)
-
-
-def _balanced(text: str, start: int) -> tuple[str, int]:
-    depth, position = 1, start
-    while depth and position < len(text):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
-        position += 1
-    return text[start : position - 1], position
-
-
-def _split(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for character in text:
+def _arguments(text: str, start: int) -> tuple[list[str], int]:
+    """The arguments of a call whose opening parenthesis ends at `start`, and where the closing one ends."""
+    parts, depth = [""], 1
+    for position in range(start, len(text)):
+        character = text[position]
         depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
+        if depth == 0:
+            return parts, position + 1
+        if character == "," and depth == 1:
             parts.append("")
         else:
             parts[-1] += character
-    return parts
+    raise CompileError(f"parenthesis not closed: {text[start : start + 100]!r}")
 
 
 def cache_folder() -> Path:
     chosen = os.environ.get("APPLIANCE_EMULATOR_CACHE")
-    for folder in [Path(chosen)] if chosen else [ROOT / "build" / "emulator", Path(tempfile.gettempdir()) / f"appliance-emulator-{os.getuid()}"]:
+    private = Path(tempfile.gettempdir()) / f"appliance-emulator-{os.getuid()}"
+    for folder in [Path(chosen)] if chosen else [ROOT / "build" / "emulator", private]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -106,8 +98,8 @@ def cache_folder() -> Path:
 def _toolchain() -> str:
     """What besides the sources decides the code: the compiler and, for -march=native, the processor."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    target = subprocess.run([_compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=False).stdout
-    return version + target
+    show = [_compiler(), "-march=native", "-Q", "--help=target"]
+    return version + subprocess.run(show, capture_output=True, text=True, check=False).stdout
 
 
 def _compiler() -> str:
@@ -182,5 +174,5 @@ def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> 
 def _export_macro() -> str:
     """EMULATOR_EXPORT does not survive the preprocessor; it is given again on the command line."""
     text = (HERE / "cuda_export.h").read_text()
-    body = text[text.index("#define EMULATOR_EXPORT(name, max_threads)") + len("#define EMULATOR_EXPORT(name, max_threads)") :]
-    return f"-DEMULATOR_EXPORT(name,max_threads)={body.replace(chr(92) + chr(10), ' ').strip()}"
+    body = text.partition("#define EMULATOR_EXPORT(name, max_threads)")[2].replace("\\\n", " ")
+    return f"-DEMULATOR_EXPORT(name,max_threads)={' '.join(body.split())}"

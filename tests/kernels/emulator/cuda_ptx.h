@@ -52,6 +52,7 @@ inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
     emulator::warp_collective(emulator::WAIT_MMA, 0xFFFFFFFF, operand, file, line, emulator::mma_16816);
 }
 
+inline uint32_t atomic_add_ordered(uint32_t* p, uint32_t value) { return atomicAdd(p, value); }
 inline void named_barrier(int id, int threads, EMULATOR_SITE) { emulator::barrier_sync(id, threads, false, file, line); }
 inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive_only(id, threads); }
 
@@ -123,6 +124,11 @@ template <int N> inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, in
 template <int N> inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate = 1, EMULATOR_SITE) {
     static_assert(N % 8 == 0 && N >= 8 && N <= 256);
     emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line);
+}
+// A from registers, B N-major.
+template <int N> inline void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate, EMULATOR_SITE) {
+    static_assert(N == 64);
+    emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line, true);
 }
 #endif
 

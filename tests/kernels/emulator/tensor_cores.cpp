@@ -65,6 +65,7 @@ struct Operand {
     int n;
     bool accumulate;
     uint64_t a_descriptor, b_descriptor;
+    bool b_transposed;
 };
 
 // The accumulator of operations in flight: d of the lanes is poison meanwhile.
@@ -77,7 +78,7 @@ struct Accumulator {
 
 struct Operation {
     int accumulator, n;
-    bool accumulate, a_in_registers;
+    bool accumulate, a_in_registers, b_transposed;
     uint32_t group;
     uint64_t a_descriptor, b_descriptor;
     float a[64][16];  // of registers
@@ -134,10 +135,24 @@ void load_row(float* out, int stride, uint64_t descriptor, int row) {
     }
 }
 
+// 16 rows of 64 columns of an N-major operand in 128-byte swizzle: atoms of 8 rows.
+void load_transposed(float* out, uint64_t descriptor) {
+    uint32_t start = (uint32_t)(descriptor & 0x3FFF) << 4, atoms = (uint32_t)(descriptor >> 32 & 0x3FFF) << 4;
+    if (descriptor >> 62 != 1) fail("wgmma_transposed: only the 128-byte swizzle is emulated");
+    for (int k = 0; k < 16; k++)
+        for (int chunk = 0; chunk < 8; chunk++) {
+            uint32_t address = start + (uint32_t)(k / 8) * atoms + (uint32_t)(k % 8) * 128 + (uint32_t)chunk * 16;
+            const uint16_t* bits = (const uint16_t*)shared_pointer(address ^ (address >> 7 & 7) << 4, 16, 16);
+            for (int i = 0; i < 8; i++) out[k * 64 + chunk * 8 + i] = from_bf16(bits[i]);
+        }
+}
+
 void execute(Warpgroup& group, Operation& op) {
     Accumulator& acc = *group.accumulators[op.accumulator];
     static float b[16 * 256];
-    for (int row = 0; row < op.n; row++) load_row(b + row, op.n, op.b_descriptor, row);
+    if (op.b_transposed) load_transposed(b, op.b_descriptor);
+    else
+        for (int row = 0; row < op.n; row++) load_row(b + row, op.n, op.b_descriptor, row);
     if (!op.a_in_registers)
         for (int row = 0; row < 64; row++) load_row(op.a[row], 1, op.a_descriptor, row);
     if (!op.accumulate) memset(acc.value, 0, sizeof(float) * 64 * (size_t)op.n);
@@ -169,6 +184,7 @@ void start(Warpgroup& group) {
     op.n = first.n;
     op.accumulate = first.accumulate;
     op.a_in_registers = first.a != nullptr;
+    op.b_transposed = first.b_transposed;
     op.group = current_fiber()->wgmma_groups;
     op.a_descriptor = first.a_descriptor;
     op.b_descriptor = first.b_descriptor;
@@ -184,12 +200,12 @@ void start(Warpgroup& group) {
 
 }  // namespace
 
-void wgmma(int n, float* d, const uint32_t* a_registers, uint64_t a, uint64_t b, bool accumulate, const char* file, int line) {
+void wgmma(int n, float* d, const uint32_t* a_registers, uint64_t a, uint64_t b, bool accumulate, const char* file, int line, bool b_transposed) {
     Fiber* fiber = current_fiber();
     Fiber* leader = fiber - fiber->linear % 128;
     if (fiber->linear / 128 * 128 + 128 > fiber->block->size.x * fiber->block->size.y * fiber->block->size.z) fail("wgmma of an incomplete warpgroup");
     Warpgroup& group = warpgroups[number_of(fiber) / 128];
-    Operand operand = {d, a_registers, n, accumulate, a, b};
+    Operand operand = {d, a_registers, n, accumulate, a, b, b_transposed};
     group.operands[fiber->linear % 128] = &operand;
     if (++group.arrived < 128) return wait_here(WAIT_WGMMA, file, line);
     group.arrived = 0;
