@@ -8,13 +8,15 @@ Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
 from kernels.gemm_prefill import prefill_launch, prefill_plan
-from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
+from kernels.launch import Argument, CommonArgument, Executor, Launch, TensorMap2D, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
@@ -22,37 +24,46 @@ Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
-_SHARED_BYTES = 176 << 10
-"""Dynamic shared memory of a block."""
-
-_AHEAD_BYTES = 0
-_MAX_TEAMS = {8: 8, 16: 8, 32: 8, 64: 4}  # by rows of the variant; 9 warps are compiled for
+_SHARED_BYTES = 180 << 10  # of a block's ring: one block a multiprocessor, room for the small kernels beside it
+_FETCHING_WARPS = 4
+_BARRIER_BYTES = 16  # of a stage
+_NEXT_BYTES = 16 << 20  # of the next product's weights that are asked for early; what L2 keeps besides its other uses
 _i32 = np.int32
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One compiled form of gemm_decode.cu (see KERNELS there)."""
+
+    rows: int  # of x
+    split: int  # warps of a team
+    tiles: int  # of a stage
+    max_teams: int
+
+    def stage_bytes(self, teams: int) -> int:
+        return self.tiles * (teams * TILE_BYTES + self.rows * TILE_COLUMNS * 2) + _BARRIER_BYTES
+
+
+_NARROW = (_Variant(8, 1, 4, 3), _Variant(16, 1, 4, 3), _Variant(32, 2, 4, 3), _Variant(64, 2, 2, 4))
+_WIDE = (_Variant(8, 1, 2, 8), _Variant(16, 1, 2, 8), _Variant(32, 1, 2, 8), _Variant(64, 2, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """How gemm_decode.cu is launched for one shape. The bits of the result do not depend on it."""
 
-    rows: int  # of x, that the variant was compiled for
-    piece: int  # tiles copied at a time
+    variant: _Variant
     blocks: int
     teams: int  # row tiles a block works on at a time
-    stages: int  # of the rings
-    ahead: int  # pieces
-    cluster: int = 1
+    stages: int
 
     @property
     def threads(self) -> int:
-        return (1 + self.teams * (2 if self.rows == 64 else 1)) * 32
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.piece * (self.teams * TILE_BYTES + self.rows * TILE_COLUMNS * 2)
+        return (_FETCHING_WARPS + self.teams * self.variant.split) * 32
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 8 * (self.teams + 2))
+        return self.stages * self.variant.stage_bytes(self.teams)
 
 
 def gemm_launch(
@@ -102,25 +113,13 @@ def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors
     """Fill the multiprocessors with one block each, evenly, in one wave. kernels/LOG.md has the measurements."""
     if not 1 <= num_rows <= DECODE_ROWS:
         raise ValueError(f"{num_rows} rows; the decode kernels take 1 to {DECODE_ROWS}")
-    rows = next(size for size in _MAX_TEAMS if num_rows <= size)
     tiles = -(-num_outputs // TILE_ROWS)
     share = -(-tiles // num_multiprocessors)  # of the block with most
-    teams = -(-share // -(-share // _MAX_TEAMS[rows]))
-    return make_decode_plan(
-        rows, blocks=-(-tiles // share), teams=teams, piece=4 if teams <= 3 and rows <= 32 else 2, k_pad=k_pad,
-        
-    )  # fmt: skip
-
-
-def make_decode_plan(
-    rows: int, *, blocks: int, teams: int, piece: int, k_pad: int, cluster: int = 1, ahead_bytes: int = _AHEAD_BYTES,
-    shared_bytes: int = _SHARED_BYTES,
-) -> DecodePlan:  # fmt: skip
-    """The rings as deep as they may be."""
-    one = DecodePlan(rows, piece, blocks, teams, 1, 0, cluster)
-    pieces = -(-k_pad // (piece * TILE_COLUMNS))
-    stages = max(2, min(shared_bytes // one.shared_bytes, max(pieces, 2)))
-    return replace(one, stages=stages, ahead=ahead_bytes // (teams * piece * TILE_BYTES))
+    narrow, wide = next((n, w) for n, w in zip(_NARROW, _WIDE, strict=True) if num_rows <= n.rows)
+    variant = narrow if share <= narrow.max_teams else wide
+    teams = -(-share // -(-share // variant.max_teams))
+    stages = max(2, _SHARED_BYTES // variant.stage_bytes(teams))
+    return DecodePlan(variant, -(-tiles // share), teams, stages)
 
 
 def decode_launch(
@@ -141,16 +140,43 @@ def decode_launch(
     """gemm_decode.cu as `plan` says. Parameters as gemm_launch."""
     return Launch(
         module="gemm_decode",
-        kernel=f"gemm_decode_{epilogue}_m{plan.rows}_p{plan.piece}",
+        kernel=f"gemm_decode_{epilogue}_m{plan.variant.rows}_t{plan.variant.tiles}",
         grid=(plan.blocks, 1, 1),
         block=(plan.threads, 1, 1),
         arguments=(
-            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.rows), address(w), address(out),
-            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams), _i32(plan.stages),
-            _i32(plan.ahead),
+            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.variant.rows), address(w),
+            address(out), _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams),
+            _i32(plan.stages), *_NOTHING_NEXT,
         ),
         shared_bytes=plan.shared_bytes,
-        cluster=plan.cluster,
+    )  # fmt: skip
+
+
+def prefetch_next(launches: Sequence[Launch], *, repeated: bool = True) -> list[Launch]:
+    """The launches of a step; each decode product also asks L2 for the beginning of the next one's weights, which then
+    arrive while whatever stands between them runs. `repeated`: after the last comes the first again. The bits of the
+    results are the same."""
+    result = list(launches)
+    products = [index for index, launch in enumerate(result) if launch.module == "gemm_decode"]
+    followers = products[1:] + (products[:1] if repeated else [])
+    for index, follower in zip(products, followers, strict=False):
+        arguments = result[index].arguments[: -len(_NOTHING_NEXT)] + _as_next(launches[follower])
+        result[index] = dataclasses.replace(result[index], arguments=arguments)
+    return result
+
+
+_NOTHING_NEXT = (address(0), _i32(0), _i32(0), _i32(0), _i32(0), _i32(0))
+
+
+def _as_next(launch: Launch) -> tuple[Argument, ...]:
+    """gemm_decode.cu:NextGemm of a decode launch."""
+    w, num_outputs, k_pad, teams = (cast("int", launch.arguments[index]) for index in (2, 5, 6, 8))
+    blocks = launch.grid[0]
+    row_tile_bytes = int(k_pad) * TILE_ROWS * 2
+    nbytes = min(row_tile_bytes, _NEXT_BYTES // (blocks * int(teams)) // TILE_BYTES * TILE_BYTES)
+    tiles = -(-int(num_outputs) // TILE_ROWS)
+    return (
+        address(w), _i32(tiles), _i32(int(k_pad) // TILE_COLUMNS), _i32(blocks), _i32(teams), _i32(nbytes),
     )  # fmt: skip
 
 

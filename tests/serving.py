@@ -18,14 +18,6 @@ import psutil
 from engine.spawn import python_env, python_module
 
 MODEL = "tiny"
-
-
-class BACKEND:
-    """Of the servers that tests start; tests/gpu changes it for the modules that it runs once more on a GPU."""
-
-    name = "cpu"
-
-
 START_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from engine.spawn import python_env, python_module
-from tests.serving import BACKEND, MODEL, Server
+from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
 
 POISON = 7  # a token whose embedding is NaN
@@ -112,7 +112,8 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         assert "nan" in poisoned[1]["error"]["message"].lower()
         where = poisoned[1]["error"]["where"]
         assert where["position"] == 2  # that is where the poison sits
-        assert where["op"] == ("embed" if BACKEND.name == "cpu" else "rope")  # on a GPU: the first op that looks
+        on_cpu = os.environ.get("APPLIANCE_TEST_BACKEND", "cpu") == "cpu"
+        assert where["op"] == ("embed" if on_cpu else "rope")  # on a GPU: the first op that looks
         assert other[0] == 200
         assert neighbour[0] == alone[0] == 200
         assert neighbour[1]["choices"] == alone[1]["choices"]

@@ -15,7 +15,7 @@ import pytest
 from tests.engine import test_processes as processes
 from tests.engine.test_processes import *  # noqa: F403 - the tests themselves
 from tests.gpu.device import Gpu
-from tests.serving import BACKEND, MODEL, Server
+from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_gpu(gpu: Gpu) -> Iterator[None]:
-    BACKEND.name = "cuda"
-    yield
-    BACKEND.name = "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("APPLIANCE_TEST_BACKEND", "cuda")
+        yield
 
 
 @pytest.fixture(scope="module")
