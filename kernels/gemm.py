@@ -8,15 +8,13 @@ Sizes: M rows of x (tokens), N rows of W, k_pad columns padded to 64.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from kernels.gemm_prefill import prefill_launch, prefill_plan
-from kernels.launch import Argument, CommonArgument, Executor, Launch, TensorMap2D, address
+from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
@@ -27,7 +25,6 @@ DECODE_ROWS = 64
 _SHARED_BYTES = 180 << 10  # of a block's ring: one block a multiprocessor, room for the small kernels beside it
 _FETCHING_WARPS = 4
 _BARRIER_BYTES = 16  # of a stage
-_NEXT_BYTES = 16 << 20  # of the next product's weights that are asked for early; what L2 keeps besides its other uses
 _i32 = np.int32
 
 
@@ -146,37 +143,9 @@ def decode_launch(
         arguments=(
             CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.variant.rows), address(w),
             address(out), _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams),
-            _i32(plan.stages), *_NOTHING_NEXT,
+            _i32(plan.stages),
         ),
         shared_bytes=plan.shared_bytes,
-    )  # fmt: skip
-
-
-def prefetch_next(launches: Sequence[Launch], *, repeated: bool = True) -> list[Launch]:
-    """The launches of a step; each decode product also asks L2 for the beginning of the next one's weights, which then
-    arrive while whatever stands between them runs. `repeated`: after the last comes the first again. The bits of the
-    results are the same."""
-    result = list(launches)
-    products = [index for index, launch in enumerate(result) if launch.module == "gemm_decode"]
-    followers = products[1:] + (products[:1] if repeated else [])
-    for index, follower in zip(products, followers, strict=False):
-        arguments = result[index].arguments[: -len(_NOTHING_NEXT)] + _as_next(launches[follower])
-        result[index] = dataclasses.replace(result[index], arguments=arguments)
-    return result
-
-
-_NOTHING_NEXT = (address(0), _i32(0), _i32(0), _i32(0), _i32(0), _i32(0))
-
-
-def _as_next(launch: Launch) -> tuple[Argument, ...]:
-    """gemm_decode.cu:NextGemm of a decode launch."""
-    w, num_outputs, k_pad, teams = (cast("int", launch.arguments[index]) for index in (2, 5, 6, 8))
-    blocks = launch.grid[0]
-    row_tile_bytes = int(k_pad) * TILE_ROWS * 2
-    nbytes = min(row_tile_bytes, _NEXT_BYTES // (blocks * int(teams)) // TILE_BYTES * TILE_BYTES)
-    tiles = -(-int(num_outputs) // TILE_ROWS)
-    return (
-        address(w), _i32(tiles), _i32(int(k_pad) // TILE_COLUMNS), _i32(blocks), _i32(teams), _i32(nbytes),
     )  # fmt: skip
 
 

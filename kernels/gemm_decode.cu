@@ -15,8 +15,7 @@
 // contiguous: one bulk copy a team and stage), two fetch x. Blocks take contiguous runs of row tiles, `teams` a pass.
 //
 // HBM must not idle between kernels. Weights never change in a step, so the warps that fetch them do not wait for the kernel
-// before us. And when a block has asked for all its own weights, it asks L2 for the beginning of the next product's: they
-// arrive while we finish and while what stands between the two products runs.
+// before us: the rings are full when x is ready.
 //
 // A lone warp gets an instruction through every 4 cycles or so: hence the short loops, everything hoisted out of them.
 // Rings large enough that a multiprocessor holds one block only: with room for two, some get two of the next kernel's.
@@ -25,19 +24,13 @@
 // path: hopper
 #include "gemm_core.cuh"
 
-// The matrix product that comes next, and how much of each row tile that its blocks take first to ask L2 for.
-struct NextGemm {
-    const bf16* w_tiled;  // null: none
-    int tiles, k_tiles, blocks, teams, bytes;
-};
-
 #if HAS_SM90
 
 // The tiles of this block: a contiguous run, in passes of at most `teams`; all blocks make the same number of passes.
 struct Run {
     int first, count, passes;
-    __device__ __forceinline__ Run(int tiles, int teams, int block, int blocks) {
-        const int base = tiles / blocks, rest = tiles % blocks;
+    __device__ __forceinline__ Run(int tiles, int teams) {
+        const int blocks = gridDim.x, block = blockIdx.x, base = tiles / blocks, rest = tiles % blocks;
         count = base + (block < rest);
         first = block * base + min(block, rest);
         passes = (base + (rest > 0) + teams - 1) / teams;
@@ -60,7 +53,7 @@ struct Cursor {
 
 template <int EPILOGUE, int GROUPS, int SPLIT, int TILES>
 __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMap& x_map, const bf16* w_tiled, void* out, int M, int N,
-                                            int k_pad, int ld_out, int teams, int stages, const NextGemm& next) {
+                                            int k_pad, int ld_out, int teams, int stages) {
     constexpr int WARP_GROUPS = GROUPS / SPLIT, W_PIECE = TILES * 2048, X_BOX = GROUPS * 1024, X_PIECE = TILES * X_BOX;
     DYNAMIC_SHARED(smem);
     const int stage_bytes = X_PIECE + teams * W_PIECE;  // x, then each team's weights
@@ -68,7 +61,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
     uint64_t* empty = full + stages;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int k_tiles = k_pad >> 6, pieces = (k_tiles + TILES - 1) / TILES;  // of one row tile
-    const Run run((N + 15) >> 4, teams, blockIdx.x, gridDim.x);
+    const Run run((N + 15) >> 4, teams);
 
     begin_kernel(common);
     if (threadIdx.x < stages) {
@@ -97,13 +90,6 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                 at.advance(PRODUCERS, stages);
                 piece += PRODUCERS;
             }
-            if (next.w_tiled != nullptr)
-                for (int block = blockIdx.x; block < next.blocks; block += gridDim.x) {
-                    const Run its(next.tiles, next.teams, block, next.blocks);
-                    const uint8_t* line = (const uint8_t*)next.w_tiled + (int64_t)its.pass_first(0) * next.k_tiles * 2048;
-                    for (int at = 0; at < next.bytes; at += 16384)
-                        for (int c = warp; c < its.pass_count(0); c += PRODUCERS) ptx::bulk_prefetch_l2(line + (int64_t)c * next.k_tiles * 2048 + at, min(16384, next.bytes - at));
-                }
         }
     } else if (warp < 2 * PRODUCERS) {
         if (lane == 0) {
@@ -189,17 +175,14 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
 #endif  // HAS_SM90
 
 #if HAS_SM90
-#define BODY(epilogue, m, split, tiles)                                                                        \
-    const NextGemm next = {next_w, next_tiles, next_k_tiles, next_blocks, next_teams, next_bytes};             \
-    gemm_decode<epilogue, m / 8, split, tiles>(common, x_map, w_tiled, out, M, N, k_pad, ld_out, teams, stages, next);
+#define BODY(epilogue, m, split, tiles) gemm_decode<epilogue, m / 8, split, tiles>(common, x_map, w_tiled, out, M, N, k_pad, ld_out, teams, stages);
 #else
 #define BODY(epilogue, m, split, tiles)
 #endif
 #define KERNEL(name, epilogue, m, split, tiles)                                                                               \
     extern "C" __global__ void __launch_bounds__(384, 1) gemm_decode_##name##_m##m##_t##tiles(                                 \
         const Common common, const __grid_constant__ TensorMap x_map, const bf16* w_tiled, void* out, int M, int N, int k_pad, \
-        int ld_out, int teams, int stages, const bf16* next_w, int next_tiles, int next_k_tiles, int next_blocks,              \
-        int next_teams, int next_bytes) {                                                                                      \
+        int ld_out, int teams, int stages) {                                                                                   \
         BODY(epilogue, m, split, tiles)                                                                                        \
     }
 #define KERNELS(m, split, tiles)        \

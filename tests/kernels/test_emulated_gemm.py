@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kernels.gemm import DECODE_ROWS, Epilogue, decode_launch, decode_plan, gemm_launch, portable_launch, prefetch_next
-from kernels.launch import Argument, Launch, Op
+from kernels.gemm import DECODE_ROWS, Epilogue, decode_launch, decode_plan, gemm_launch, portable_launch
+from kernels.launch import Launch, Op
 from tests.kernels.cases_gemm import Launcher, Loaded, Problem, check_same_bits
 from tests.kernels.cases_rows import from_bf16, to_bf16
 from tests.kernels.emulator import EmulatedExecutor, guarded_array
@@ -171,33 +171,3 @@ def test_plans_fit_the_machine(m: int, num_multiprocessors: int) -> None:
         assert plan.stages >= 2
         assert plan.blocks <= num_multiprocessors
         assert -(-tiles // plan.blocks) == -(-tiles // num_multiprocessors)
-
-
-def test_asking_for_the_next_weights_changes_nothing_else() -> None:
-    """prefetch_next: each decode product names the next one's weights, within their bounds; the bits stay."""
-    rng = np.random.default_rng(0)
-    device = EmulatedDevice("hopper", 0)
-    problems = [Problem.random(rng, "f32", 3, n, k) for n, k in [(70, 200), (333, 64), (16, 576)]]
-    loaded = [Loaded(device, problem) for problem in problems]
-    kept: list[Launch] = []
-
-    def keep(*addresses: Any, **shape: Any) -> Launch:
-        kept.append(planned(4)(*addresses, **shape))
-        return kept[-1]
-
-    plain = [one.run(keep) for one in loaded]
-    linked = prefetch_next(kept)
-    assert [launch.kernel for launch in linked] == [launch.kernel for launch in kept]
-    followers = zip(kept[1:] + kept[:1], problems[1:] + problems[:1], strict=True)
-    for launch, (follower, problem) in zip(linked, followers, strict=True):
-        w, tiles, k_tiles, blocks, teams, nbytes = (int(value) for value in launch.arguments[-6:])  # type: ignore[arg-type]
-        assert w == follower.arguments[2] and blocks == follower.grid[0] and teams == follower.arguments[8]
-        assert tiles * k_tiles * 2048 == problem.tiled().nbytes
-        assert 0 < nbytes <= k_tiles * 2048 and nbytes % 2048 == 0
-
-    def asking(arguments: tuple[Argument, ...], *addresses: Any, **shape: Any) -> Launch:
-        launch = planned(4)(*addresses, **shape)
-        return dataclasses.replace(launch, arguments=launch.arguments[:-6] + arguments)
-
-    for one, bits, launch in zip(loaded, plain, linked, strict=True):
-        assert np.array_equal(one.run(functools.partial(asking, launch.arguments[-6:])), bits)
