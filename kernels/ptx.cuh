@@ -107,6 +107,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, int parity) {
                  : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
     return done != 0;
 }
+// The same without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* bar, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    return done != 0;
+}
 // `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared; completes on `bar`. One thread.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -190,6 +197,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// The same; `d` are accumulators that may be read after it, not before.
+template <int PENDING, int N> __device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
+    wgmma_wait<PENDING>();
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> __device__ __forceinline__ void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 #endif
