@@ -48,6 +48,7 @@ class CoreProcess:
 
     def run(self) -> int:
         engine: Engine | None = None
+        status = 0
         try:
             engine = Engine.load(self.config, progress=self._report_loading)
             self._send([engine.ready])
@@ -65,13 +66,18 @@ class CoreProcess:
             log_event(log, logging.ERROR, "core_fatal", error.message, hint=error.hint)
             lost = engine.abandon(error) if engine is not None and isinstance(error, DeviceLost) else []
             self._last_words([*lost, Fatal(error=error.message, hint=error.hint, exit_code=error.exit_code)])
-            return error.exit_code
+            status = error.exit_code
         except Exception as error:  # the last line of defence: say what it was, then die, never limp on
             log_event(log, logging.ERROR, "core_fatal", "engine-core failed", exc_info=True)
             self._last_words([Fatal(error=f"{type(error).__name__}: {error}")])
-            return 1
-        engine.close()
-        return 0
+            status = 1
+        if engine is not None:
+            try:
+                engine.close()
+            except EngineError as error:  # everything was said and answered: what is left is the process's end
+                log_event(log, logging.ERROR, "close_failed", error.message)
+                status = status or error.exit_code
+        return status
 
     def _last_words(self, messages: list[CoreMessage]) -> None:
         """Say why before leaving, ahead of anything unsent; give a full ring a second to make room."""

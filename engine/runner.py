@@ -3,14 +3,12 @@
 One layer is nine ops (kernels/cpu_ops.py), each of which computes an output row from its own input row in one fixed
 order; attention reads only the row's own sequence. Hence exactness: a token's logits have the same bits whatever else
 is in the batch, however the prompt is cut into chunks, and with any number of threads.
-
-The CUDA backend implements the same `Runner`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +25,6 @@ if TYPE_CHECKING:
 
 
 MAX_THREADS = ops.MAX_THREADS
-
-
-class Runner(Protocol):
-    """A model on a device: what the step loop sees of a backend."""
-
-    num_pages: int
-    max_batch_tokens: int
-
-    def forward(self, batch: StepBatch) -> Float32Array:
-        """Runs the batch, appends its keys and values to the pool, returns logits (num_logits, vocab)."""
-        ...
-
-    def close(self) -> None:
-        """Releases the device; the runner is unusable afterwards."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +48,7 @@ def kv_bytes_per_page(config: ModelConfig) -> int:
 
 
 class ModelRunner:
-    """The CPU `Runner`. All memory is reserved here; a step allocates only the logits it returns.
+    """All memory is reserved here; a step allocates only the logits it returns.
 
     num_pages: size of the KV pool. max_batch_tokens: most tokens of one batch. max_model_len: positions 0..that-1 can
     be used (default config.max_position). Raises ConfigError if the weights do not fit the config.

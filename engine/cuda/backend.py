@@ -105,7 +105,7 @@ def _load(
     log_event(log, logging.INFO, "step_ring", f"python -m engine.cuda.step_ring {ring.readable_as}")
     executor = CudaExecutor(context, kernels, reports)
     return CudaRunner(
-        CudaStepDevice(context, memory, executor, error_ring),
+        CudaStepDevice(context, memory, executor, error_ring, overlap_kernels=not config.profile_kernels),
         model,
         sizes,
         num_pages=plan.num_pages,

@@ -31,6 +31,7 @@ from engine.rope import rope_table
 from kernels import attention, sampler
 from kernels import checksum as checksums
 from kernels import rows as row_kernels
+from kernels.sampler_slots import PackedSlot, pack_slot, pack_updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +86,7 @@ class _Layout:
     slots: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
-    updates: list[tuple[int, sampler.PackedSlot]] = field(default_factory=list)
+    updates: list[tuple[int, PackedSlot]] = field(default_factory=list)
     decode_rows: int = 0
     num_rows: int = 0
 
@@ -188,7 +189,7 @@ class CudaRunner:
 
     def check(self, state: SampleState) -> None:
         """ValueError for parameters that the sampler's kernels were not made for."""
-        sampler.pack_slot(self.program.sampler, state)
+        pack_slot(self.program.sampler, state)
 
     def launch(self, work: StepWork) -> _Step:
         if self._in_flight >= self.plans_in_flight:
@@ -223,7 +224,7 @@ class CudaRunner:
             slot, new = self._slots.assign(item.seq)
             layout.slots.append(slot)
             if new:
-                packed = sampler.pack_slot(self.program.sampler, state)
+                packed = pack_slot(self.program.sampler, state)
                 self._needs_more[slot] = packed.needs_more
                 layout.updates.append((slot, packed))
             first, pages = self._slots.new_pages(slot)
@@ -278,11 +279,11 @@ class CudaRunner:
     def _bucket(self, num_decodes: int) -> int:
         return next(size for size in self.sizes.buckets if size >= num_decodes)
 
-    def _update_slots(self, updates: list[tuple[int, sampler.PackedSlot]], transfer: _Transfer) -> None:
+    def _update_slots(self, updates: list[tuple[int, PackedSlot]], transfer: _Transfer) -> None:
         """Sampling parameters and counts of sequences that were (re)admitted."""
         if not updates:
             return
-        for i, (buffer, count) in enumerate(sampler.pack_updates(updates, UPDATE_WORDS)):
+        for i, (buffer, count) in enumerate(pack_updates(updates, UPDATE_WORDS)):
             source = buffer
             if i == 0:  # the rest goes from pageable memory, which the driver copies before it returns
                 source = transfer.updates[: len(buffer)]

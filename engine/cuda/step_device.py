@@ -7,6 +7,7 @@ that the whole runner is tested where there is no GPU.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -102,9 +103,18 @@ class CudaStepDevice:
     which the executor's reports point. Closes the context."""
 
     def __init__(
-        self, context: DeviceContext, memory: DeviceMemory, executor: CudaExecutor, error_ring: PinnedBuffer
+        self,
+        context: DeviceContext,
+        memory: DeviceMemory,
+        executor: CudaExecutor,
+        error_ring: PinnedBuffer,
+        *,
+        overlap_kernels: bool = True,
     ) -> None:
+        """`overlap_kernels` False: no kernel begins before the one before it has ended (for profiles: else the start of
+        a kernel says nothing of when it works)."""
         self._context, self._memory = context, memory
+        self._overlap_kernels = overlap_kernels
         self.executor = executor
         self._stream = executor.stream
         self._graphs = GraphCache(context, self._stream)
@@ -126,7 +136,7 @@ class CudaStepDevice:
 
     def prepare(self, launch: Launch, trace_index: int) -> Prepared:
         self.executor.trace_index = trace_index
-        return self.executor.prepare(launch)
+        return self.executor.prepare(launch if self._overlap_kernels else replace(launch, dependent=False))
 
     def run(self, prepared: Sequence[Prepared]) -> None:
         self.executor.launch_all(prepared)

@@ -44,16 +44,19 @@ def decode(
     engine: Engine, reader: StepRingReader, batch: int, prompt: int, steps: int, **params: Any
 ) -> dict[str, Any]:
     """Decode steps with all `batch` sequences running: device time, gap, wall time a step."""
-    requests(engine, batch, prompt, 1 + steps, **params)
+    requests(engine, batch, prompt, steps + 2 * batch + 16, **params)  # the first wait for the last one's prefill
     before = reader.written
     while engine.scheduler.num_waiting or engine.scheduler.stats.running < batch:
         engine.step()
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     began, first = time.perf_counter(), engine._steps
-    while engine.scheduler.stats.running == batch and engine._steps < first + steps - 8:
+    for _ in range(steps):
         engine.step()
     wall = (time.perf_counter() - began) / (engine._steps - first)
+    assert engine.scheduler.stats.running == batch
+    for i in range(batch):
+        engine.abort(f"r{i}")
     drain(engine)
     entries = reader.read(since=before)
     full = entries[(entries["decodes"] == batch) & (entries["tokens"] == batch) & (entries["kind"] != Kind.KERNEL)]
@@ -104,7 +107,7 @@ def main() -> int:
     started = time.perf_counter()
     engine = random_engine(
         LLAMA_8B,
-        pages=64 * 10,
+        pages=64 * 8,
         profile_kernels=args.profile_kernels,
         cuda_graphs=not args.no_cuda_graphs,
     )
@@ -124,8 +127,15 @@ def main() -> int:
         from engine.cuda.step_ring import kernel_times
         from kernels.launch import Op
 
-        for op, (count, nanoseconds) in kernel_times(reader.read()).items():
-            print(f"{Op(op).name:12} {count:8} {nanoseconds / 1e3:9.2f} us", file=sys.stderr)
+        entries = reader.read()
+        steps = entries[(entries["kind"] == Kind.DECODE_GRAPH)]
+        for decodes in args.batches:
+            wanted = steps[steps["decodes"] == decodes]["step"]
+            of_batch = entries[(entries["kind"] == Kind.KERNEL) & np.isin(entries["step"], wanted)]
+            print(f"batch {decodes}", file=sys.stderr)
+            for op, (count, nanoseconds) in kernel_times(of_batch).items():
+                each, a_step = nanoseconds / 1e3, count / max(len(wanted), 1)
+                print(f"  {Op(op).name:12} {each:9.2f} us x {a_step:5.1f} = {each * a_step:9.1f} us", file=sys.stderr)
     result["weights_bytes"] = engine.backend.weights_bytes
     result["kv_bytes_per_token"] = kv_bytes(LLAMA_8B, 1)
     engine.close()

@@ -63,7 +63,13 @@ def random_engine(
     addresses.setdefault("lm_head", addresses["embed"])
     assert config.plans_in_flight is not None
     runner = CudaRunner(
-        CudaStepDevice(context, memory, CudaExecutor(context, kernels, reports), error_ring),
+        CudaStepDevice(
+            context,
+            memory,
+            CudaExecutor(context, kernels, reports),
+            error_ring,
+            overlap_kernels=not config.profile_kernels,
+        ),
         model,
         sizes,
         num_pages=pages,

@@ -10,14 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backend import StepWork
+from engine.core import CoreProcess
 from engine.engine import Engine
 from engine.errors import DeviceLost, EngineError
-from engine.messages import Generate
+from engine.messages import CoreMessage, Fatal, Generate, Tokens
+from engine.ring import Ring
 from tests.engine.overlap_world import Answers, SpyBackend, drive, make_engine, request
 from tests.tiny import make_tiny_model
 
@@ -214,6 +217,34 @@ def test_a_lost_device_gives_every_request_an_error_that_says_where(model_dir: P
         assert (answer.where["op"], answer.where["layer"]) == ("attention", 3)
         assert answer.after_end == 0
     assert engine.abandon(caught.value) == []
+
+
+def test_engine_core_tells_everybody_before_it_dies(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process: each request's error with its place, then Fatal, then a status that is not 0."""
+    to_core, to_api = Ring.create("to-core", 1 << 20), Ring.create("to-api", 1 << 20)
+    alive_here, alive_there = os.pipe()
+    engine = make_engine(model_dir, depth=2)
+
+    def lose(work: StepWork) -> None:
+        if work.plan.step == 5:
+            raise DeviceLost("CUDA_ERROR_ILLEGAL_ADDRESS", where={"op": "attention"}, hint="start it again")
+
+    spy(engine).on_collect = lose
+    monkeypatch.setattr(Engine, "load", lambda _config, progress=None: engine)
+    for name in ("a", "b"):
+        to_core.push(msgspec.msgpack.encode(request(name, prompt(5), max_tokens=30, logit_bias=NO_POISON)))
+    core = CoreProcess(engine.config, Ring.attach(to_core.fds()), Ring.attach(to_api.fds()), alive_here)
+    assert core.run() == 1
+    messages: list[Any] = []
+    while (frame := to_api.pop()) is not None:
+        messages += msgspec.msgpack.decode(frame, type=list[CoreMessage])
+    assert isinstance(messages[-1], Fatal) and messages[-1].hint == "start it again"
+    last = {m.request_id: m for m in messages if isinstance(m, Tokens)}
+    assert {name: (str(m.finish_reason), m.error_where["op"]) for name, m in last.items() if m.error_where} == {
+        "a": ("error", "attention"), "b": ("error", "attention"),
+    }  # fmt: skip
+    os.close(alive_here)
+    os.close(alive_there)
 
 
 def test_a_lost_device_in_a_probe_is_not_the_probes_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_the_command_prints_a_table_and_json_without_touching_the_ring(tmp_path:
     assert "decode_graph" in printed and "4.000" in printed and "0.005" in printed
     result: dict[str, Any] = json.loads(run_cli(str(path), "--json", "--last", "11").stdout)
     assert result["written"] == 51 and result["steps"][0]["count"] == 10
-    assert result["kernels"] == {"attention": {"count": 1, "median_ns": 2000.0}}
+    assert result["kernels"] == {"attention": {"count": 1, "mean_ns": 2000.0}}
     assert path.read_bytes() == before
 
 
