@@ -6,10 +6,11 @@ A backend that computes in bfloat16 cannot give transformers' float32 logits; it
 best token is far enough ahead of the second. So what is stored is, per position: the token id that is fed
 (teacher forcing), the argmax, and the gap between the two best logits.
 
-The texts are the 20 prompts of smollm2_prompts.py, continued by the model itself to 512 tokens: sampled at temperature 1
-by inverse CDF with numpy's PCG64 (seed SEED), so anybody can make the same ones. How large a gap bfloat16 can turn
-around is measured, not guessed: transformers itself runs the same texts in bfloat16, and `bf16_gap_change` is the
-largest change of (logit of the float32 argmax - best other logit) that makes at any position.
+The texts are the 20 prompts of smollm2_prompts.py, continued by the model itself to 512 tokens: sampled at temperature
+1 by inverse CDF with numpy's PCG64 (seed SEED), so anybody can make the same ones. How large a gap bfloat16 can turn
+around is measured, not guessed: transformers runs the same texts with weights and the inputs of every matrix product
+rounded to bfloat16 (products and sums stay float32, as on a tensor core), and `bf16_gap_change` is the largest change
+of (logit of the float32 argmax - best other logit) that makes at any position.
 """
 
 from __future__ import annotations
@@ -47,14 +48,30 @@ def continue_texts(model: Any, prompts: list[list[int]]) -> np.ndarray:
             assert logits is not None
             weights = np.exp(logits[row] - logits[row].max())
             ids[row, position] = np.searchsorted(np.cumsum(weights), draws[row] * weights.sum(), side="right")
-        out = model(torch.from_numpy(ids[:, position : position + 1]), past_key_values=cache, use_cache=True)
+        out = model(torch.from_numpy(ids[:, position : position + 1]), cache=cache, use_cache=True)
         logits = out.logits[:, -1].double().numpy()
+        if position % 64 == 63:
+            print(f"position {position}", flush=True)
     return ids
 
 
 @torch.inference_mode()
 def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:
     return model(torch.from_numpy(ids[None]), use_cache=False).logits[0].float().numpy()
+
+
+def round_to_bf16(model: Any) -> Any:
+    """Weights and inputs of every matrix product to bfloat16 and back."""
+
+    def rounded(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (inputs[0].bfloat16().float(), *inputs[1:])
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            module.weight.data = module.weight.data.bfloat16().float()
+    return model
 
 
 def lead(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
@@ -73,12 +90,12 @@ def main() -> None:
     directory = Path(sys.argv[1])
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
 
-    def load(dtype: torch.dtype) -> Any:
+    def load() -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager"
+            directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
-    model = load(torch.float32)
+    model = load()
     prompts = []
     for _name, prompt in PROMPTS:
         text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(
@@ -86,7 +103,8 @@ def main() -> None:
         )  # fmt: skip
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"][: LENGTH // 2])
     ids = continue_texts(model, prompts)
-    rough = load(torch.bfloat16)
+    print("texts made", flush=True)
+    rough = round_to_bf16(load())
     argmax, gaps, changes, agree = np.empty_like(ids), np.empty(ids.shape, np.float32), [], 0
     for row, text in enumerate(ids):
         exact = logits_of(model, text)
@@ -95,7 +113,9 @@ def main() -> None:
         other = logits_of(rough, text)
         agree += int((other.argmax(axis=1) == argmax[row]).sum())
         changes.append(np.abs(lead(other, argmax[row]) - gaps[row]))
-        print(f"{PROMPTS[row][0]:18} median gap {np.median(gaps[row]):.3f}  {tokenizer.decode(text[-40:])!r}", flush=True)
+        print(
+            f"{PROMPTS[row][0]:18} median gap {np.median(gaps[row]):.3f}  {tokenizer.decode(text[-40:])!r}", flush=True
+        )
     change = np.concatenate(changes)
     meta = {
         "made_by": "tests/golden/make_smollm2_forced.py",

@@ -34,7 +34,10 @@ def outputs(kernel: str, size: int, dtype: Any = np.int32, **more: Any) -> list[
     return results
 
 
-@pytest.mark.parametrize(("kernel", "size", "block"), [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)])
+@pytest.mark.parametrize(
+    ("kernel", "size", "block"),
+    [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)],
+)
 def test_missing_barriers_show(kernel: str, size: int, block: int) -> None:
     results = outputs(kernel, size, block=block)
     thread = np.arange(block) ^ (1 if kernel == "no_syncwarp" else 33)
@@ -48,7 +51,10 @@ def test_order_of_blocks_shows() -> None:
 
 
 def test_shared_memory_starts_as_poison() -> None:
-    assert all(np.isnan(np.frombuffer(result, np.float32)).all() for result in outputs("no_initialisation", 64, np.float32, block=64))
+    assert all(
+        np.isnan(np.frombuffer(result, np.float32)).all()
+        for result in outputs("no_initialisation", 64, np.float32, block=64)
+    )
 
 
 @pytest.mark.parametrize("wait", [0, 1, 2])
@@ -80,7 +86,15 @@ def test_wrong_meetings_are_errors(kernel: str, block: int, message: str, seed: 
         run(ex, kernel, *arguments, block=block)
 
 
-@pytest.mark.parametrize(("at", "message"), [(99, None), (100, "byte 100 of 100"), (1023, "byte 1023 of 100"), (1024, "access past the end of dynamic shared memory: byte 1024")])
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (99, None),
+        (100, "byte 100 of 100"),
+        (1023, "byte 1023 of 100"),
+        (1024, "access past the end of dynamic shared memory: byte 1024"),
+    ],
+)
 def test_overrun_of_dynamic_shared_memory(at: int, message: str | None) -> None:
     if message is None:
         return run(executor(), "shared_overrun", np.int32(at), block=1, shared_bytes=100)
@@ -156,7 +170,9 @@ def test_missing_mbarrier_wait_shows(mistake: int) -> None:
     assert np.array_equal(out, np.full(32, -1))
 
 
-@pytest.mark.parametrize(("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")])
+@pytest.mark.parametrize(
+    ("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")]
+)
 def test_wgmma_mistakes(mistake: int, message: str | None) -> None:
     ex = executor()
     out = ex.array(128, np.float32)

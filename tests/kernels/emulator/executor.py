@@ -18,7 +18,16 @@ from tests.kernels.emulator.build import KERNELS, CompileError, build
 
 ERROR_RING_ENTRIES = 256
 ERROR_ENTRY = np.dtype(
-    [("code", "<u4"), ("op", "<u4"), ("layer", "<i4"), ("head", "<i4"), ("slot", "<i4"), ("position", "<i4"), ("value", "<i4"), ("sm", "<u4")]
+    [
+        ("code", "<u4"),
+        ("op", "<u4"),
+        ("layer", "<i4"),
+        ("head", "<i4"),
+        ("slot", "<i4"),
+        ("position", "<i4"),
+        ("value", "<i4"),
+        ("sm", "<u4"),
+    ]
 )  # kernels/common.cuh:ErrorEntry
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
 DELIVERIES = {"late": 0, "early": 1, "random": 2}
@@ -146,15 +155,21 @@ class EmulatedExecutor:
         fit the kernel's parameters or launch bounds."""
         library = self._library(launch.module)
         if launch.kernel not in library.kernels:
-            raise ValueError(f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}")
+            raise ValueError(
+                f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}"
+            )
         packed = self._pack(launch, library.signature(launch.kernel))
         bound = library.max_threads(launch.kernel)
         if bound and int(np.prod(launch.block)) > bound:
-            raise ValueError(f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})")
+            raise ValueError(
+                f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})"
+            )
         if any(extent < 1 for extent in (*launch.grid, *launch.block)) or max(launch.grid[1:]) > 65535:
             raise ValueError(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
         if launch.grid[0] % launch.cluster:
-            raise ValueError(f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks")
+            raise ValueError(
+                f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks"
+            )
         pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(item) for item in packed))
         record = _LaunchRecord(
             arguments=ctypes.addressof(pointers),
@@ -180,12 +195,16 @@ class EmulatedExecutor:
 
     def _pack(self, launch: Launch, signature: list[str]) -> list[Any]:
         if len(launch.arguments) != len(signature):
-            raise ValueError(f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}")
+            raise ValueError(
+                f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}"
+            )
         packed = []
         for index, (argument, expected) in enumerate(zip(launch.arguments, signature, strict=True)):
             data, given = self._encode(argument)
             if given != expected and (given, expected) != ("i8", "p8"):
-                raise ValueError(f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}")
+                raise ValueError(
+                    f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}"
+                )
             packed.append(_aligned_buffer(data))
         return packed
 
@@ -193,7 +212,15 @@ class EmulatedExecutor:
         """Bytes, and kind and size as cuda_export.h:describe."""
         if isinstance(argument, CommonArgument):
             trace = 0 if self.trace is None else self.trace.ctypes.data
-            fields = (self._ring.ctypes.data, self.slot_errors.ctypes.data, trace, self.trace_index, argument.layer, argument.op, 0)
+            fields = (
+                self._ring.ctypes.data,
+                self.slot_errors.ctypes.data,
+                trace,
+                self.trace_index,
+                argument.layer,
+                argument.op,
+                0,
+            )
             self.trace_index += self.trace is not None
             return struct.pack("<QQQiiII", *fields), "s40"
         if isinstance(argument, TensorMap2D):
@@ -203,10 +230,19 @@ class EmulatedExecutor:
         if isinstance(argument, TileMap):
             if argument.address % 16 or not 1 <= argument.box_tiles <= 16:
                 raise ValueError(f"{argument}: the address must be a multiple of 16, box_tiles 1 to 16")
-            fields = (argument.address, argument.row_tiles, argument.k_tiles, argument.k_tiles * 2048, argument.box_tiles, 1)
+            fields = (
+                argument.address,
+                argument.row_tiles,
+                argument.k_tiles,
+                argument.k_tiles * 2048,
+                argument.box_tiles,
+                1,
+            )
             return struct.pack("<Qqqqii80x", *fields), "s128"
         if not isinstance(argument, np.generic):
-            raise ValueError(f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap")
+            raise ValueError(
+                f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap"
+            )
         kind = {"i": "i", "u": "i", "f": "f", "b": "i", "V": "s"}[argument.dtype.kind]
         return argument.tobytes(), f"{kind}{argument.dtype.itemsize}"
 
