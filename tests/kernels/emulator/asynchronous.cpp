@@ -28,6 +28,7 @@ void cp_async(uint32_t shared, const void* global, int valid) {
     if (valid < 0 || valid > 16) fail("cp_async_16 with %d valid bytes", valid);
     if ((uintptr_t)global % 16) fail("cp_async_16 from %p, which is not aligned to 16 bytes", global);
     PendingCopy copy = {shared_pointer(shared, 16, 16), global, nullptr, 0, 0, (uint32_t)valid, 0};
+    touch_source(global, copy.valid);
     if (happens_now()) load(copy);
     else current_fiber()->loads.push(copy);
 }

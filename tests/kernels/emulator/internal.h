@@ -13,6 +13,13 @@ enum Order : uint32_t { ORDER_FORWARD, ORDER_REVERSE, ORDER_SHUFFLED };
 // once, or at some moment between.
 enum Delivery : uint32_t { DELIVER_LATE, DELIVER_EARLY, DELIVER_RANDOM };
 
+struct Region {  // of device memory, whole pages; executor.py packs it
+    uint8_t* start;
+    uint64_t bytes;
+    uint32_t written;      // by launches that may still run
+    uint32_t written_now;  // by this one
+};
+
 struct Launch {  // executor.py packs it
     void (*invoke)(void** arguments);
     void** arguments;
@@ -20,8 +27,10 @@ struct Launch {  // executor.py packs it
     uint32_t shared_bytes, cluster;
     Order order;
     Delivery delivery;
-    uint32_t num_multiprocessors, pad;
+    uint32_t num_multiprocessors, dependent;
     uint64_t seed;
+    Region* regions;
+    uint64_t num_regions;
 };
 
 struct Barrier {
@@ -116,6 +125,14 @@ void reset_copies();
 void check_copies_of(Fiber* fiber);   // that returns
 const char* copies_trouble();  // after a cluster
 void mbarrier_describe(const Fiber& waiter, char* out, size_t size);
+
+// ---- dependent.cpp
+void begin_dependent_launch();
+void begin_dependent_cluster();
+bool previous_ends();  // true: threads waited for it, and go on
+void touch_source(const void* global, uint32_t bytes);
+bool fault_in_region(uintptr_t address);
+const char* end_dependent_launch();
 
 // ---- tensor_cores.cpp
 void reset_tensor_cores();

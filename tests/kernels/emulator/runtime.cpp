@@ -31,7 +31,7 @@ struct {
 
 Fiber* next_ready() {
     while (ready_count == 0)
-        if (!deliver_one()) deadlock();
+        if (!deliver_one() && !previous_ends()) deadlock();
     if (launch.order == ORDER_SHUFFLED) {
         uint32_t other = (ready_head + random_below(ready_count)) & (RING - 1);
         uint16_t chosen = ready[other];
@@ -135,6 +135,7 @@ void run_cluster(uint32_t index) {
     reset_copies();
     reset_tensor_cores();
     poison_shared();
+    begin_dependent_cluster();
     for (uint32_t rank = 0; rank < launch.cluster; rank++) prepare_block(rank, index * launch.cluster + rank);
     uint32_t total = launch.cluster * num_threads;
     for (uint32_t i = 0; i < total; i++) {
@@ -314,7 +315,13 @@ extern "C" __attribute__((visibility("default"))) int emulator_run(const Launch*
         return 1;
     }
     catch_faults(true);
+    begin_dependent_launch();
     run_grid();
+    const char* trouble = end_dependent_launch();
     catch_faults(false);
+    if (!failed && trouble != nullptr) {
+        failed = true;
+        snprintf(message, sizeof message, "%s", trouble);
+    }
     return failed;
 }
