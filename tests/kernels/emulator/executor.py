@@ -52,7 +52,8 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("dependent", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("regions", ctypes.c_void_p),
-        ("num_regions", ctypes.c_uint64),
+        ("num_regions", ctypes.c_uint32),
+        ("begins_late", ctypes.c_uint32),
     ]
 
 
@@ -171,14 +172,16 @@ class EmulatedExecutor:
     def _run_on_regions(self, library: _Library, kernel: str, record: _LaunchRecord) -> None:
         """See dependent.cpp. Only memory from guarded_array is watched; the trace is written at the very start."""
         watched = [region for region in regions() if self.trace is None or not region.holds(self.trace.ctypes.data)]
+        if not record.dependent:
+            self._written.clear()
         table = (_RegionRecord * max(1, len(watched)))()
         for row, region in zip(table, watched, strict=False):
             row.start, row.bytes, row.written = region.start, region.nbytes, region in self._written
         record.regions, record.num_regions = ctypes.addressof(table), len(watched)
-        try:
-            library.run(kernel, record)
-        finally:
-            self._written = weakref.WeakSet(region for row, region in zip(table, watched, strict=False) if row.written)
+        library.run(kernel, record)
+        now = [region for row, region in zip(table, watched, strict=False) if row.written_now]
+        before = () if record.begins_late else tuple(self._written)
+        self._written = weakref.WeakSet((*before, *now))
 
     def _library(self, module: str) -> _Library:
         source = next((folder / f"{module}.cu" for folder in self.sources if (folder / f"{module}.cu").exists()), None)

@@ -30,7 +30,8 @@ struct Launch {  // executor.py packs it
     uint32_t num_multiprocessors, dependent;
     uint64_t seed;
     Region* regions;
-    uint64_t num_regions;
+    uint32_t num_regions;
+    uint32_t begins_late;  // out: the next launch cannot begin before the one before this has ended
 };
 
 struct Barrier {
@@ -41,6 +42,7 @@ struct Barrier {
 // A block of the cluster that runs. Its threads are fibers[rank * MAX_THREADS ...].
 struct BlockState : Block {
     uint32_t num_live;
+    bool lets_next_begin;  // has called launch_dependents
     Fiber* fibers;
     uint8_t* dynamic;  // ends at an unreadable page
     uint8_t* statics;  // its static arrays while another block of the cluster has the thread-local ones
@@ -71,7 +73,7 @@ struct CopyQueue {  // of one thread; groups are numbered by commits
 struct Fiber : Thread {
     Context context;
     uint8_t* stack;
-    bool exited;
+    bool exited, speculates;
     Wait wait;
     const char* file;  // where it waits
     int line;

@@ -73,7 +73,11 @@ void yield();  // to any fiber that can run
 void cluster_arrive();
 void cluster_wait(const char* file, int line);
 
-void wait_for_previous(const char* file, int line);  // dependent.cpp
+
+// ---- dependent.cpp
+void launch_dependents();
+void wait_for_previous(const char* file, int line);
+void speculate();
 
 // ---- memory.cpp
 uint8_t* dynamic_shared();
