@@ -283,7 +283,6 @@ __device__ __forceinline__ void produce(const Common& common, const Decode& d, c
     using P = Panels<DP>;
     // While the kernels before us end: finds the first items and asks for their K and V in L2. The metadata may still be
     // another step's: a prefetch from a wrong page is only wasted, and each item is checked again.
-    ptx::speculate();
     int index = blockIdx.x + lane * gridDim.x;
     Found found = {};
     if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) {
