@@ -85,7 +85,7 @@ def decode(
     _check_out(shape, ld_out)
     if executor.path == "hopper":
         stages, per_sm = _HOPPER_STAGES[padded]
-        warps, pages, q_slots = _DECODE_WARPS + 1, stages, (stages + 1) // 2
+        warps, pages, q_slots = _DECODE_WARPS + 2, stages, (stages + 1) // 2
     else:
         per_sm = 1 if padded == 256 else 2
         warps, pages, q_slots = _DECODE_WARPS, 1 if padded == 256 else 2, 1

@@ -111,6 +111,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, int parity) {
                  : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
     return done != 0;
 }
+// The same without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* bar, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    return done != 0;
+}
 // `bytes` (a multiple of 16, both addresses 16-byte aligned) global -> shared; completes on `bar`. One thread.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

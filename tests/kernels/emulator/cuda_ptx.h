@@ -65,6 +65,7 @@ inline void mbarrier_arrive(uint64_t* bar) { emulator::mbarrier_arrive(bar, 1, 0
 inline void mbarrier_arrive_expect(uint64_t* bar, int bytes) { emulator::mbarrier_arrive(bar, 1, bytes); }
 inline void mbarrier_expect(uint64_t* bar, int bytes) { emulator::mbarrier_arrive(bar, 0, bytes); }
 inline void mbarrier_wait(uint64_t* bar, int parity, EMULATOR_SITE) { emulator::mbarrier_wait(bar, parity, file, line); }
+inline bool mbarrier_test_wait(uint64_t* bar, int parity) { return emulator::mbarrier_done(bar, parity); }
 inline bool mbarrier_try_wait(uint64_t* bar, int parity) {
     if (!emulator::mbarrier_done(bar, parity)) emulator::yield();
     return emulator::mbarrier_done(bar, parity);
