@@ -63,13 +63,19 @@ bool previous_ends() {
     return any;
 }
 
+void allow_speculation(bool on) {  // by one thread or copy
+    if (!guarding) return;
+    if (on && num_speculating++ == 0) protect_written(PROT_READ);
+    if (!on && --num_speculating == 0) protect_written(PROT_NONE);
+}
+
 void wait_for_previous(const char* file, int line) {
     anybody_waited = true;
     if (!guarding) return;
     Fiber* fiber = current_fiber();
     if (fiber->speculates) {
         fiber->speculates = false;
-        if (--num_speculating == 0) protect_written(PROT_NONE);
+        allow_speculation(false);
     }
     fiber->next = waiting;
     waiting = fiber;
@@ -81,7 +87,7 @@ void launch_dependents() { current_block()->lets_next_begin = true; }
 void speculate() {
     if (!guarding || current_fiber()->speculates) return;
     current_fiber()->speculates = true;
-    if (num_speculating++ == 0) protect_written(PROT_READ);
+    allow_speculation(true);
 }
 
 // An asynchronous copy may read its source from now on.

@@ -132,6 +132,7 @@ void mbarrier_describe(const Fiber& waiter, char* out, size_t size);
 void begin_dependent_launch();
 void begin_dependent_cluster();
 bool previous_ends();  // true: threads waited for it, and go on
+void allow_speculation(bool on);
 void touch_source(const void* global, uint32_t bytes);
 bool fault_in_region(uintptr_t address);
 const char* end_dependent_launch();
