@@ -71,6 +71,7 @@ __device__ __forceinline__ void produce(const Common& common, const Decode& d, c
     // Lane n finds the block's n-th item. While the kernels before us end it copies what earlier steps wrote, all but the
     // row's own token, into the first buffers, and asks for a little more in L2. The metadata may still be another step's,
     // so each item is checked again.
+    ptx::speculate();
     int index = blockIdx.x + lane * gridDim.x, copied = 0;
     Found found = {};
     if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) found = find_item(common, d, blocks, num_blocks, index, false);

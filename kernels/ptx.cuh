@@ -44,6 +44,10 @@ __device__ __forceinline__ uint32_t atomic_add_ordered(uint32_t* p, uint32_t val
     return old;
 }
 
+// Until wait_for_previous, this thread reads what an earlier kernel may still be writing: it must check again afterwards. For
+// the emulator, which takes such reads for errors.
+__device__ __forceinline__ void speculate() {}
+
 // ---- asynchronous copies, sm_80 --------------------------------------------------------------------------------------
 // 16 bytes global -> shared; bytes beyond `valid` (0..16) are zero and not read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid = 16) {

@@ -201,3 +201,49 @@ def test_division_by_zero() -> None:
     ex = executor()
     with pytest.raises(EmulationError, match="division by zero"):
         run(ex, "divide", ex.array(1, np.int32), np.int32(0))
+
+
+def chain(ex: EmulatedExecutor, kernel: str, mode: int, dependent: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """`produce` fills one array, `kernel` reads it and a constant one and writes a third."""
+    constant, middle, out = (ex.array(4096, np.int32) for _ in range(3))
+    constant[:] = 5
+    run(ex, "produce", middle, grid=64, block=64)
+    arguments = [CommonArgument(op=3), *(address(item.ctypes.data) for item in (constant, middle, out)), np.int32(mode)]
+    ex.run(Launch("mistakes", kernel, (64, 1, 1), (64, 1, 1), tuple(arguments), dependent=dependent))
+    return out, np.arange(4096) + 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (0, None),  # waits first, but for the constant
+        (1, "before ptx::wait_for_previous: reads or writes 0x.* that an earlier launch writes"),
+        (2, "before ptx::wait_for_previous: writes 0x.* an earlier launch may still read"),
+        (3, "reads or writes 0x.* that an earlier launch writes"),  # a cp.async issued too early
+        (4, "no thread calls ptx::wait_for_previous|before ptx::wait_for_previous"),
+    ],
+)
+def test_dependent_launches(mode: int, message: str | None, seed: int) -> None:
+    ex = executor(seed)
+    if message is not None:
+        with pytest.raises(EmulationError, match=message):
+            chain(ex, "consume", mode)
+    else:
+        got, want = chain(ex, "consume", mode)
+        assert np.array_equal(got, want)
+    got, want = chain(executor(seed), "consume", mode, dependent=False)
+    assert np.array_equal(got, want)
+    got, want = chain(EmulatedExecutor("portable", seed, sources=[CASES]), "consume", mode)
+    assert np.array_equal(got, want)
+
+
+def test_synchronize_ends_earlier_launches() -> None:
+    ex = executor()
+    weights, middle, out = (ex.array(4096, np.int32) for _ in range(3))
+    run(ex, "produce", weights, grid=64, block=64)
+    with pytest.raises(EmulationError, match="an earlier launch writes"):
+        run(ex, "consume", weights, middle, out, np.int32(0), grid=64, block=64)
+    ex.synchronize()
+    run(ex, "consume", weights, middle, out, np.int32(0), grid=64, block=64)
+    assert np.array_equal(out, np.arange(4096))

@@ -16,8 +16,9 @@ inline uint64_t global_timer() {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 inline uint32_t shared_address(const void* p) { return emulator::shared_address(p); }
-inline void launch_dependents() {}
-inline void wait_for_previous() {}
+inline void launch_dependents() { emulator::launch_dependents(); }
+inline void speculate() { emulator::speculate(); }
+inline void wait_for_previous(EMULATOR_SITE) { emulator::wait_for_previous(file, line); }
 
 // ---- asynchronous copies, sm_80
 inline void cp_async_16(uint32_t shared, const void* global, int valid = 16) { emulator::cp_async(shared, global, valid); }

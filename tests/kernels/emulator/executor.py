@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, TileMap
 from tests.kernels.emulator.build import KERNELS, CompileError, build
+from tests.kernels.emulator.memory import Region, guarded_array, regions
 
 ERROR_RING_ENTRIES = 256
 ERROR_ENTRY = np.dtype(
@@ -31,11 +32,19 @@ ERROR_ENTRY = np.dtype(
 )  # kernels/common.cuh:ErrorEntry
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
 DELIVERIES = {"late": 0, "early": 1, "random": 2}
-PAGE = mmap.PAGESIZE
 
 
 class EmulationError(Exception):
     """A kernel did what it must not do: deadlock, access outside its memory, misuse of a barrier ..."""
+
+
+class _RegionRecord(ctypes.Structure):  # internal.h:Region
+    _fields_ = [
+        ("start", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("written", ctypes.c_uint32),
+        ("written_now", ctypes.c_uint32),
+    ]
 
 
 class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
@@ -49,8 +58,11 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("order", ctypes.c_uint32),
         ("delivery", ctypes.c_uint32),
         ("num_multiprocessors", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("regions", ctypes.c_void_p),
+        ("num_regions", ctypes.c_uint32),
+        ("begins_late", ctypes.c_uint32),
     ]
 
 
@@ -80,25 +92,6 @@ class _Library:
 
 
 _libraries: dict[tuple[Path, bool, tuple[Path, ...]], _Library] = {}
-
-
-def guarded_array(shape: int | tuple[int, ...], dtype: npt.DTypeLike, fill: int | None = None) -> npt.NDArray[Any]:
-    """An array that ends (to 16 bytes) where an unreadable page begins: reading or writing past it is an error. Filled
-    with bytes of value `fill`, else with zeros."""
-    kind = np.dtype(dtype)
-    count = int(np.prod(shape))
-    used = max(16, -(-count * kind.itemsize // 16) * 16)
-    pages = -(-used // PAGE)
-    region = mmap.mmap(-1, (pages + 2) * PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for address in (start, start + (pages + 1) * PAGE):
-        if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-    array = np.frombuffer(region, dtype=kind, count=count, offset=(pages + 1) * PAGE - used).reshape(shape)
-    if fill is not None:
-        array.view(np.uint8)[...] = fill
-    return array
 
 
 class EmulatedExecutor:
@@ -132,6 +125,7 @@ class EmulatedExecutor:
         self.slot_errors = np.zeros(max_slots + 1, np.uint32)
         self.trace: npt.NDArray[np.uint64] | None = None  # set it to an array to stamp the start of each launch
         self.trace_index = 0
+        self._written: weakref.WeakSet[Region] = weakref.WeakSet()  # by launches that may still run
         self._ring = np.zeros(8 + ERROR_RING_ENTRIES * 8, np.uint32)
 
     @property
@@ -181,8 +175,28 @@ class EmulatedExecutor:
             delivery=DELIVERIES[self.delivery],
             num_multiprocessors=self.num_multiprocessors,
             seed=self.seed & (2**64 - 1),
+            dependent=launch.dependent and self.path == "hopper",
         )
-        library.run(launch.kernel, record)
+        self._run_on_regions(library, launch.kernel, record)
+
+    def synchronize(self) -> None:
+        """All launches so far have ended, as after cuStreamSynchronize: later ones may read what they wrote before
+        ptx::wait_for_previous."""
+        self._written.clear()
+
+    def _run_on_regions(self, library: _Library, kernel: str, record: _LaunchRecord) -> None:
+        """See dependent.cpp. Only memory from guarded_array is watched; the trace is written at the very start."""
+        watched = [region for region in regions() if self.trace is None or not region.holds(self.trace.ctypes.data)]
+        if not record.dependent:
+            self._written.clear()
+        table = (_RegionRecord * max(1, len(watched)))()
+        for row, region in zip(table, watched, strict=False):
+            row.start, row.bytes, row.written = region.start, region.nbytes, region in self._written
+        record.regions, record.num_regions = ctypes.addressof(table), len(watched)
+        library.run(kernel, record)
+        now = [region for row, region in zip(table, watched, strict=False) if row.written_now]
+        before = () if record.begins_late else tuple(self._written)
+        self._written = weakref.WeakSet((*before, *now))
 
     def _library(self, module: str) -> _Library:
         source = next((folder / f"{module}.cu" for folder in self.sources if (folder / f"{module}.cu").exists()), None)
