@@ -25,7 +25,8 @@ _DECODE_WARPS = 4
 _EXCHANGE_BYTES = 5632  # attention_decode.cu
 _HOPPER_STAGES = {64: (6, 2), 96: (4, 2), 128: (3, 2), 256: (3, 1)}  # page buffers a block, blocks a multiprocessor
 _PREFILL_ROWS = {"hopper": {64: 128, 96: 128, 128: 128, 256: 128}, "portable": {64: 128, 96: 128, 128: 128, 256: 64}}
-_WGMMA_STAGES = {64: 4, 128: 3, 256: 1}  # hopper: buffers of K and V; head_dims not here take the portable kernel
+_WGMMA_THREADS = 384
+_WGMMA_STAGES = {64: 4, 128: 2, 256: 1}  # hopper: buffers of K and V; head_dims not here take the portable kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def decode(
     _check_out(shape, ld_out)
     if executor.path == "hopper":
         stages, per_sm = _HOPPER_STAGES[padded]
-        warps, pages, q_slots = _DECODE_WARPS + 1, stages, (stages + 1) // 2
+        warps, pages, q_slots = _DECODE_WARPS + 2, stages, (stages + 1) // 2
     else:
         per_sm = 1 if padded == 256 else 2
         warps, pages, q_slots = _DECODE_WARPS, 1 if padded == 256 else 2, 1
@@ -133,22 +134,24 @@ def prefill(
     _check_out(shape, ld_out)
     rows = _PREFILL_ROWS[executor.path][padded]
     parts = 2 if padded == 256 else 1  # blocks that share the columns of V
+    num_blocks, threads = num_tiles * shape.head_blocks * parts, 2 * rows
     if executor.path == "hopper" and padded in _WGMMA_STAGES:
         pages_bytes = _WGMMA_STAGES[padded] * (_page_bytes(padded) + _page_bytes(padded) // parts)
-        q_bytes = rows * 2 * padded
+        q_bytes = rows * 2 * padded * (1 if padded == 256 else 2)
+        num_blocks, threads = min(num_blocks, executor.num_multiprocessors), _WGMMA_THREADS
     else:
         pages_bytes = (1 if padded == 256 else 2) * _page_bytes(padded)
         q_bytes = rows * _q_row_bytes(padded)
     return Launch(
         module="attention_prefill",
         kernel=f"attention_prefill_d{padded}",
-        grid=(num_tiles * shape.head_blocks * parts, 1, 1),
-        block=(2 * rows, 1, 1),
+        grid=(num_blocks, 1, 1),
+        block=(threads, 1, 1),
         arguments=(
             CommonArgument(Op.ATTENTION, layer), address(q), address(k_layer), address(v_layer), address(out),
-            address(tiles), address(positions), address(slots), address(block_tables), _i32(table_width),
-            _i32(num_pages), _i32(shape.num_heads), _i32(shape.num_kv_heads), _i32(shape.head_dim), _i32(ld_out),
-            shape.scale_log2, _i32(shape.window),
+            address(tiles), address(positions), address(slots), address(block_tables), _i32(num_tiles),
+            _i32(table_width), _i32(num_pages), _i32(shape.num_heads), _i32(shape.num_kv_heads), _i32(shape.head_dim),
+            _i32(ld_out), shape.scale_log2, _i32(shape.window),
         ),
         shared_bytes=pages_bytes + q_bytes,
     )  # fmt: skip

@@ -11,248 +11,248 @@
 // page and query head Dp + 8 floats: m, l, 6 unused, o[Dp]; engine side: kernels/attention.py:partial_bytes. counters:
 // zero before the first launch, (rows, head blocks); every launch leaves them zero.
 //
-// sm_90a: a fifth warp finds items and copies K, V and q by bulk copies into a ring of page buffers, 2 blocks on a
-// multiprocessor. Elsewhere: cp.async by all threads, one item at a time.
-#include "attention_core.cuh"
+// Keys before a row's own position must have been written before the first launch of the step began (on sm_90a they are
+// copied while kernels of this step still run): that launch is not `dependent`.
+//
+// sm_90a: one more warp copies K, V and q by bulk copies into a ring of page buffers, 2 blocks on a multiprocessor.
+// Elsewhere: cp.async by all threads, one item at a time.
+#include "attention_item.cuh"
 
 namespace {
 
-using namespace attention;
+#if HAS_WGMMA  // sm_90a
 
-struct Decode {
-    const bf16* q;
-    const bf16* k_layer;
-    const bf16* v_layer;
-    bf16* out;
-    float* partial;
-    uint32_t* counters;
-    const int32_t* page_prefix;
-    const int32_t* positions;
-    const int32_t* slots;
-    const int32_t* block_tables;
-    int table_width, num_pages, rows, num_heads, num_kv_heads, head_dim, ld_out;
-    float scale_log2;
-    int window;
+// Six warps: 0..3 compute; 4 finds this block's items and fills the ring with K (and q), V, K (and q), V ...; 5 counts what
+// is in `partial`. Its fence and its atomic take microseconds on a busy memory, so the computing warps look at the answer to
+// an item only DEFERRED items later.
+constexpr int PENDING = 8, DEFERRED = 6;
+
+template <int DP, int STAGES> struct Ring {
+    static constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
+    static constexpr int Q_BYTES = 16 * padded_row(DP);
+    static constexpr int Q_SLOTS = (STAGES + 1) / 2;  // K of item n + Q_SLOTS is not copied before K of item n was read
+
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t early[STAGES];  // the part of the first STAGES buffers that is copied before the kernels before us have ended
+    Item items[STAGES];
+
+    uint64_t stored[PENDING], decided[PENDING];
+    Item pending[PENDING];
+    int last[PENDING];  // whether this block merges
+
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < STAGES; i++) {
+            ptx::mbarrier_init(&full[i], 1);
+            ptx::mbarrier_init(&empty[i], WARPS);
+            ptx::mbarrier_init(&early[i], 1);
+        }
+        for (int i = 0; i < PENDING; i++) {
+            ptx::mbarrier_init(&stored[i], WARPS);
+            ptx::mbarrier_init(&decided[i], 1);
+        }
+        ptx::mbarrier_fence_init();
+    }
 };
 
-struct Item {
-    int row;
-    int block;      // head block
-    int place;      // of this page in page_prefix order
-    int row_place;  // of the row's first page
-    int pages;      // of the row
-    int first, end; // visible keys of this page
-    int page;       // index in the pool
-};
+// Tokens [from, end) of an item's K or V into a page buffer.
+template <int DP> __device__ __forceinline__ void copy_tokens(uint8_t* buffer, const bf16* page, int from, int end, uint64_t* bar) {
+    using P = Panels<DP>;
+#pragma unroll
+    for (int panel = 0; panel < P::COUNT; panel++) {
+        int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
+        ptx::bulk_copy(buffer + place, page + place / 2, (end - from) * P::ROW_BYTES, bar);
+    }
+}
 
-constexpr int WARPS = 4;
-constexpr int COMPUTE_THREADS = WARPS * 32;
+template <int DP, int STAGES>
+__device__ __forceinline__ void produce(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Ring<DP, STAGES>& ring, int lane) {
+    using R = Ring<DP, STAGES>;
+    using P = Panels<DP>;
+    // Lane n finds the block's n-th item. While the kernels before us end it copies what earlier steps wrote, all but the
+    // row's own token, into the first buffers, and asks for a little more in L2. The metadata may still be another step's,
+    // so each item is checked again.
+    ptx::speculate();
+    int index = blockIdx.x + lane * gridDim.x, copied = 0;
+    Found found = {};
+    if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) found = find_item(common, d, blocks, num_blocks, index, false);
+    int old_end = min(found.item.end, found.position - found.table_page * PAGE_TOKENS), from = found.item.first / GROUP_KEYS * GROUP_KEYS;
+    for (int value = 0; value < 2; value++) {
+        int n = 2 * lane + value;
+        const bf16* page = (value ? d.v_layer : d.k_layer) + page_offset<DP>(d, blocks, found.item);
+        if (n < STAGES) {
+            if (old_end > from) {
+                ptx::mbarrier_arrive_expect(&ring.early[n], (old_end - from) * DP * 2);
+                copy_tokens<DP>(pages + n * R::PAGE_BYTES, page, from, old_end, &ring.early[n]);
+            } else {
+                ptx::mbarrier_arrive(&ring.early[n]);
+            }
+            copied = old_end;
+        } else if (n < 4 && old_end > from) {
+#pragma unroll
+            for (int panel = 0; panel < P::COUNT; panel++) ptx::bulk_prefetch_l2(page + (panel * P::PANEL_BYTES + from * P::ROW_BYTES) / 2, (old_end - from) * P::ROW_BYTES);
+        }
+    }
+    ptx::wait_for_previous();
+    bool known = still_true(d, found);
+    int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
+    if (!known || index >= total) {
+        for (int n = 2 * lane; n < min(STAGES, 2 * lane + 2); n++) ptx::mbarrier_wait(&ring.early[n], 0);  // before the buffer is filled again
+        copied = 0;
+    }
+    int stage = 0, parity = 1, q_slot = 0, first_round = 1;
+    while (true) {
+        bool wanted = index < total;
+        if (wanted && !known) found = find_item(common, d, blocks, num_blocks, index, true);
+        const Item& item = found.item;
+        from = item.first / GROUP_KEYS * GROUP_KEYS;
+        int heads = blocks.heads(item.block), count = __popc(__ballot_sync(0xFFFFFFFFu, wanted));
+        int64_t offset = page_offset<DP>(d, blocks, item);
+        const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
+        for (int n = 0; n < count; n++) {
+            for (int value = 0; value < 2; value++) {
+                if (lane == n) {
+                    int start = first_round && copied > from ? copied : from;
+                    int bytes = (item.end - start) * DP * 2 + (value == 0 ? heads * DP * 2 : 0);
+                    ptx::mbarrier_wait(&ring.empty[stage], parity);
+                    if (value == 0) ring.items[stage] = item;
+                    if (bytes > 0)
+                        ptx::mbarrier_arrive_expect(&ring.full[stage], bytes);
+                    else
+                        ptx::mbarrier_arrive(&ring.full[stage]);
+                    if (value == 0)
+                        for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &ring.full[stage]);
+                    if (item.end > start) copy_tokens<DP>(pages + stage * R::PAGE_BYTES, (value ? d.v_layer : d.k_layer) + offset, start, item.end, &ring.full[stage]);
+                }
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                parity ^= stage == 0;
+                first_round &= stage != 0;
+                __syncwarp();
+            }
+            q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
+        }
+        if (count < 32) break;
+        index += 32 * gridDim.x;
+        known = false;
+    }
+}
 
-// What the warps of a block exchange within an item.
-struct Exchange {
-    uint4 p[GROUPS * 2][32];      // A fragments of P, 16 keys each
-    float2 sums[GROUPS][32];      // each lane's sums of p, rows g and g + 8
-    float maxima[GROUPS][16];
-    uint4 zeros;                  // q of rows without a head
-    int last;                     // whether this block merges
-};
-constexpr int EXCHANGE_BYTES = 5632;  // kernels/attention.py
-static_assert(sizeof(Exchange) <= EXCHANGE_BYTES, "");
+// The sixth warp: counts items that are stored; several at once where it has fallen behind.
+template <int DP, int STAGES> __device__ __forceinline__ void count_items(const Decode& d, int num_blocks, Ring<DP, STAGES>& ring, int lane) {
+    ptx::wait_for_previous();
+    int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
+    int items = blockIdx.x < total ? (total - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+    for (int n = 0; n < items;) {
+        ptx::mbarrier_wait(&ring.stored[n % PENDING], n / PENDING % 2);
+        int ready = 1;
+        while (ready < PENDING && n + ready < items && ptx::mbarrier_test_wait(&ring.stored[(n + ready) % PENDING], (n + ready) / PENDING % 2)) ready++;
+        ready = __shfl_sync(0xFFFFFFFFu, ready, 0);
+        if (lane < ready) {
+            int slot = (n + lane) % PENDING;
+            ptx::mbarrier_wait(&ring.stored[slot], (n + lane) / PENDING % 2);  // it has: so that this lane sees what was stored
+            Item item = ring.pending[slot];
+            int last = 0;
+            if (item.pages > 1) {
+                uint32_t* counter = d.counters + (int64_t)item.row * num_blocks + item.block;
+                last = ptx::atomic_add_ordered(counter, 1u) == (uint32_t)item.pages - 1;
+                if (last) *counter = 0;
+            }
+            ring.last[slot] = last;
+            ptx::mbarrier_arrive(&ring.decided[slot]);
+        }
+        __syncwarp();
+        n += ready;
+    }
+}
 
-// The row of the page at `place`: the largest r with page_prefix[r] <= place.
-__device__ __forceinline__ int find_row(const int32_t* page_prefix, int rows, int place) {
-    int low = 0, high = rows;
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        if (__ldcg(page_prefix + middle) <= place)
-            low = middle;
+template <int DP, int STAGES> __device__ __forceinline__ void merge_if_last(const Decode& d, const HeadBlocks& blocks, Ring<DP, STAGES>& ring, int n, int thread) {
+    int slot = n % PENDING;
+    ptx::mbarrier_wait(&ring.decided[slot], n / PENDING % 2);
+    if (ring.last[slot]) merge_row<DP>(d, blocks, ring.pending[slot], thread);
+}
+
+// An item. read() is called after the last read of K and q, and again of V; v_ready() returns when V may be read.
+template <int DP, bool WHOLE, class Read, class VReady>
+__device__ __forceinline__ void item_attention(const Decode& d, const HeadBlocks& blocks, const Item& item, Exchange& exchange, uint32_t k_page, uint32_t v_page, uint32_t q, int warp, int lane,
+                                               Read read, VReady v_ready) {
+    float t[16], o[DP / 8];
+    item_scores<DP, WHOLE>(t, exchange, k_page, q, blocks.heads(item.block), item, warp, lane);
+    read();
+    ptx::named_barrier(1, COMPUTE_THREADS);
+    float2 m = item_probabilities(t, exchange, d.scale_log2, warp, lane);
+    v_ready();
+    ptx::named_barrier(1, COMPUTE_THREADS);
+    float2 l = item_sum(exchange, lane);
+    item_values<DP, WHOLE>(o, exchange, v_page, item, warp, lane);
+    read();
+    item_store<DP>(d, blocks, item, m, l, o, warp, lane);
+}
+
+template <int DP, int STAGES>
+__device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Ring<DP, STAGES>& ring, Exchange& exchange, int warp, int lane) {
+    using R = Ring<DP, STAGES>;
+    ptx::wait_for_previous();
+    int stage = 0, parity = 0, q_slot = 0, n = 0, thread = warp * 32 + lane;
+    int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
+    auto next_stage = [&] {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= stage == 0;
+    };
+    auto wait = [&](int position) {
+        if (position < STAGES) ptx::mbarrier_wait(&ring.early[stage], 0);
+        ptx::mbarrier_wait(&ring.full[stage], parity);
+    };
+    auto release = [&] {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&ring.empty[stage]);
+        next_stage();
+    };
+    for (int index = blockIdx.x; index < total; index += gridDim.x, n++) {
+        wait(2 * n);
+        Item item = ring.items[stage];
+        if (thread == 0) ring.pending[n % PENDING] = item;
+        uint32_t k_page = ptx::shared_address(pages + stage * R::PAGE_BYTES), q = ptx::shared_address(q_rows + q_slot * R::Q_BYTES);
+        int v_stage = stage + 1 == STAGES ? 0 : stage + 1;
+        uint8_t* v_page = pages + v_stage * R::PAGE_BYTES;
+        auto v_ready = [&] {
+            wait(2 * n + 1);
+            if (item.end % GROUP_KEYS == 0) return;
+            zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
+            ptx::fence_async_shared();  // a bulk copy overwrites the zeros later
+        };
+        if (item.first == 0 && item.end == PAGE_TOKENS)
+            item_attention<DP, true>(d, blocks, item, exchange, k_page, ptx::shared_address(v_page), q, warp, lane, release, v_ready);
         else
-            high = middle;
+            item_attention<DP, false>(d, blocks, item, exchange, k_page, ptx::shared_address(v_page), q, warp, lane, release, v_ready);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&ring.stored[n % PENDING]);
+        q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
+        if (n >= DEFERRED) merge_if_last(d, blocks, ring, n - DEFERRED, thread);
     }
-    return low;
+    for (int i = max(0, n - DEFERRED); i < n; i++) merge_if_last(d, blocks, ring, i, thread);
 }
 
-// An item and the metadata that says so.
-struct Found {
-    Item item;
-    int position, slot, table_page;
-};
-
-__device__ __forceinline__ Found find_item(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, int index, bool report) {
-    Found found;
-    Item& item = found.item;
-    item.place = index / num_blocks;
-    item.block = index % num_blocks;
-    item.row = find_row(d.page_prefix, d.rows, item.place);
-    item.row_place = __ldcg(d.page_prefix + item.row);
-    item.pages = __ldcg(d.page_prefix + item.row + 1) - item.row_place;
-    found.position = __ldcg(d.positions + item.row);
-    found.slot = __ldcg(d.slots + item.row);
-    int first = d.window > 0 ? max(0, found.position - d.window + 1) : 0, page = max(0, first / PAGE_TOKENS + item.place - item.row_place);
-    found.table_page = page;
-    item.first = max(0, first - page * PAGE_TOKENS);
-    item.end = min(PAGE_TOKENS, found.position - page * PAGE_TOKENS + 1);
-    item.page = page_index(common, d.block_tables, d.table_width, d.num_pages, found.slot, page, blocks.first_head(item.block), found.position, report);
-    return found;
-}
-
-// Whether the metadata still says the same: all loads at once, where find_item's wait for each other.
-__device__ __forceinline__ bool still_true(const Decode& d, const Found& found) {
-    const Item& item = found.item;
-    int in_row = item.place - item.row_place;
-    if (item.end <= 0 || in_row < 0 || in_row >= item.pages || found.table_page >= d.table_width) return false;
-    int row_place = __ldcg(d.page_prefix + item.row), next_place = __ldcg(d.page_prefix + item.row + 1);
-    int position = __ldcg(d.positions + item.row), slot = __ldcg(d.slots + item.row);
-    int page = __ldcg(d.block_tables + (int64_t)found.slot * d.table_width + found.table_page);
-    return row_place == item.row_place && next_place - row_place == item.pages && position == found.position && slot == found.slot && page == item.page;
-}
-
-template <int DP> __device__ __forceinline__ int64_t page_offset(const Decode& d, const HeadBlocks& blocks, const Item& item) {
-    return ((int64_t)item.page * d.num_kv_heads + blocks.kv_head(item.block)) * (PAGE_TOKENS * DP);
-}
-
-__host__ __device__ constexpr int padded_row(int dp) { return dp * 2 + 16; }  // bytes from one row of q to the next in shared memory
-
-// A fragment of q: rows are the item's heads.
-template <int DP> __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint32_t q, uint32_t zeros, int heads, int step, int lane) {
-    int row = lane & 15;
-    ptx::ldmatrix_x4(a, row < heads ? q + row * padded_row(DP) + (2 * step + (lane >> 4)) * 16 : zeros);
-}
-
-// Scores of this warp's 32 keys; invisible ones -inf. Leaves the maxima of its keys for the other warps.
-template <int DP>
-__device__ __forceinline__ void item_scores(float (&t)[16], Exchange& exchange, uint32_t k_page, uint32_t q, int heads, const Item& item, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) t[i] = 0.0f;
-    if (warp * GROUP_KEYS < item.end && (warp + 1) * GROUP_KEYS > item.first) {
-        uint32_t zeros = ptx::shared_address(&exchange.zeros);
-#pragma unroll
-        for (int step = 0; step < DP / 16; step++) {
-            uint32_t a[4];
-            load_q<DP>(a, q, zeros, heads, step, lane);
-            scores_step<DP, 4>(t, a, k_page, warp * GROUP_KEYS, step, lane);
-        }
+template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
+    using R = Ring<DP, STAGES>;
+    DYNAMIC_SHARED(smem);
+    __shared__ R ring;
+    Exchange& exchange = *reinterpret_cast<Exchange*>(smem + STAGES * R::PAGE_BYTES);
+    uint8_t* q_rows = smem + STAGES * R::PAGE_BYTES + EXCHANGE_BYTES;
+    HeadBlocks blocks(d.num_heads, d.num_kv_heads);
+    int num_blocks = blocks.per_group * d.num_kv_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        ring.init();
+        exchange.zeros = make_uint4(0, 0, 0, 0);
     }
-    mask<4>(t, warp * GROUP_KEYS, lane, item.first, item.end, item.first, item.end);
-    float low = MINUS_INFINITY, high = MINUS_INFINITY;
-    largest<4>(t, low, high);
-    low = quad_max(low);
-    high = quad_max(high);
-    if ((lane & 3) == 0) {
-        exchange.maxima[warp][lane >> 2] = low;
-        exchange.maxima[warp][(lane >> 2) + 8] = high;
-    }
+    __syncthreads();
+    if (warp == WARPS)
+        produce<DP, STAGES>(common, d, blocks, num_blocks, smem, q_rows, ring, lane);
+    else if (warp == WARPS + 1)
+        count_items<DP, STAGES>(d, num_blocks, ring, lane);
+    else
+        consume<DP, STAGES>(d, blocks, num_blocks, smem, q_rows, ring, exchange, warp, lane);
 }
 
-__device__ __forceinline__ float row_maximum(const Exchange& exchange, int row, float scale_log2) {
-    return page_maximum(fmaxf(fmaxf(exchange.maxima[0][row], exchange.maxima[1][row]), fmaxf(exchange.maxima[2][row], exchange.maxima[3][row])), scale_log2);
-}
-
-// P of this warp's keys, for all warps. Returns m_page of rows g and g + 8.
-__device__ __forceinline__ float2 item_probabilities(const float (&t)[16], Exchange& exchange, float scale_log2, int warp, int lane) {
-    float2 m = make_float2(row_maximum(exchange, lane >> 2, scale_log2), row_maximum(exchange, (lane >> 2) + 8, scale_log2));
-    uint32_t p[2][4];
-    float2 sum;
-    probabilities(p, sum.x, sum.y, t, m.x == MINUS_INFINITY ? 0.0f : m.x, m.y == MINUS_INFINITY ? 0.0f : m.y, scale_log2);
-    exchange.sums[warp][lane] = sum;
-#pragma unroll
-    for (int half = 0; half < 2; half++) exchange.p[2 * warp + half][lane] = make_uint4(p[half][0], p[half][1], p[half][2], p[half][3]);
-    return m;
-}
-
-__device__ __forceinline__ float2 item_sum(const Exchange& exchange, int lane) {
-    float2 a = exchange.sums[0][lane], b = exchange.sums[1][lane], c = exchange.sums[2][lane], d = exchange.sums[3][lane];
-    return make_float2(page_sum(a.x, b.x, c.x, d.x), page_sum(a.y, b.y, c.y, d.y));
-}
-
-// o of this warp's quarter of the columns.
-template <int DP> __device__ __forceinline__ void item_values(float (&o)[DP / 8], const Exchange& exchange, uint32_t v_page, const Item& item, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < DP / 8; i++) o[i] = 0.0f;
-#pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-        if (group * GROUP_KEYS >= item.end || (group + 1) * GROUP_KEYS <= item.first) continue;
-        uint32_t p[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 v = exchange.p[2 * group + half][lane];
-            p[half][0] = v.x;
-            p[half][1] = v.y;
-            p[half][2] = v.z;
-            p[half][3] = v.w;
-        }
-        values_group<DP, DP / 32>(o, p, v_page, group, warp * (DP / 32), lane);
-    }
-}
-
-__device__ __forceinline__ void store_pair(const Decode& d, int row, int head, int column, float x, float y) {
-    if (column < d.head_dim) *reinterpret_cast<uint32_t*>(d.out + (int64_t)row * d.ld_out + head * d.head_dim + column) = ptx::pair_bf16(x, y);
-}
-
-template <int DP> __device__ __forceinline__ float* partial_of(const Decode& d, int place, int head) {
-    return d.partial + ((int64_t)place * d.num_heads + head) * (DP + 8);
-}
-
-template <int DP>
-__device__ __forceinline__ void item_store(const Decode& d, const HeadBlocks& blocks, const Item& item, float2 m, float2 l, const float (&o)[DP / 8], int warp, int lane) {
-    int heads = blocks.heads(item.block), head0 = blocks.first_head(item.block);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int row = (lane >> 2) + 8 * half;
-        if (row >= heads) continue;
-        float row_m = half ? m.y : m.x, row_l = half ? l.y : l.x;
-        int column0 = warp * (DP / 4) + (lane & 3) * 2;
-        if (item.pages == 1) {
-            float inverse_l = inverse(row_l);
-#pragma unroll
-            for (int tile = 0; tile < DP / 32; tile++)
-                store_pair(d, item.row, head0 + row, column0 + tile * 8, finish(o[4 * tile + 2 * half], inverse_l), finish(o[4 * tile + 2 * half + 1], inverse_l));
-        } else {
-            float* target = partial_of<DP>(d, item.place, head0 + row);
-            if (warp == 0 && (lane & 3) == 0) *reinterpret_cast<float2*>(target) = make_float2(row_m, row_l);
-#pragma unroll
-            for (int tile = 0; tile < DP / 32; tile++)
-                *reinterpret_cast<float2*>(target + 8 + column0 + tile * 8) = make_float2(o[4 * tile + 2 * half], o[4 * tile + 2 * half + 1]);
-        }
-    }
-}
-
-// Merges the partial results of a row's pages, ascending. A thread has four columns of a row.
-template <int DP> __device__ __forceinline__ void merge_row(const Decode& d, const HeadBlocks& blocks, const Item& item, int thread) {
-    constexpr int QUADS = DP / 4, ROWS = COMPUTE_THREADS / QUADS, BATCH = 8;
-    int quad = thread % QUADS, heads = blocks.heads(item.block);
-    if (thread >= ROWS * QUADS) return;
-    for (int r = thread / QUADS; r < heads; r += ROWS) {
-        int head = blocks.first_head(item.block) + r;
-        float m = MINUS_INFINITY, l = 0.0f;
-        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int page0 = 0; page0 < item.pages; page0 += BATCH) {
-            float2 page_ml[BATCH];
-            float4 page_o[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                if (page0 + i >= item.pages) continue;
-                const float* source = partial_of<DP>(d, item.row_place + page0 + i, head);
-                page_ml[i] = __ldcg(reinterpret_cast<const float2*>(source));
-                page_o[i] = __ldcg(reinterpret_cast<const float4*>(source + 8) + quad);
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                if (page0 + i >= item.pages) continue;
-                float a, b;
-                merge_factors(m, page_ml[i].x, a, b);
-                l = merged(l, a, page_ml[i].y, b);
-                o.x = merged(o.x, a, page_o[i].x, b);
-                o.y = merged(o.y, a, page_o[i].y, b);
-                o.z = merged(o.z, a, page_o[i].z, b);
-                o.w = merged(o.w, a, page_o[i].w, b);
-            }
-        }
-        float inverse_l = inverse(l);
-        store_pair(d, item.row, head, 4 * quad, finish(o.x, inverse_l), finish(o.y, inverse_l));
-        store_pair(d, item.row, head, 4 * quad + 2, finish(o.z, inverse_l), finish(o.w, inverse_l));
-    }
-}
+#else
 
 // After item_store of all computing threads: the last block of (row, head block) merges.
 template <int DP> __device__ __forceinline__ void finish_item(const Decode& d, const HeadBlocks& blocks, int num_blocks, const Item& item, Exchange& exchange, int thread) {
@@ -266,132 +266,6 @@ template <int DP> __device__ __forceinline__ void finish_item(const Decode& d, c
     ptx::named_barrier(1, COMPUTE_THREADS);
     if (exchange.last) merge_row<DP>(d, blocks, item, thread);
 }
-
-#if HAS_WGMMA  // sm_90a
-
-template <int DP, int STAGES> struct Ring {
-    static constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
-    static constexpr int Q_BYTES = 16 * padded_row(DP);
-    static constexpr int Q_SLOTS = (STAGES + 1) / 2;  // K of item n + Q_SLOTS is not copied before K of item n was read
-};
-
-// The fifth warp: finds this block's items, 32 at a time, one a lane, and fills the ring with K (and q), V, K (and q), V ...
-template <int DP, int STAGES>
-__device__ __forceinline__ void produce(const Common& common, const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Item* items,
-                                        uint64_t* full, uint64_t* empty, int lane) {
-    using R = Ring<DP, STAGES>;
-    using P = Panels<DP>;
-    // While the kernels before us end: finds the first items and asks for their K and V in L2. The metadata may still be
-    // another step's: a prefetch from a wrong page is only wasted, and each item is checked again.
-    int index = blockIdx.x + lane * gridDim.x;
-    Found found = {};
-    if (index < __ldcg(d.page_prefix + d.rows) * num_blocks) {
-        found = find_item(common, d, blocks, num_blocks, index, false);
-        int64_t offset = page_offset<DP>(d, blocks, found.item);
-        if (lane < (STAGES + 1) / 2 && found.item.end > 0)
-            for (int i = 0; i < 2 * P::COUNT; i++)
-                ptx::bulk_prefetch_l2((i & 1 ? d.v_layer : d.k_layer) + offset + (i >> 1) * (P::PANEL_BYTES / 2), found.item.end * P::ROW_BYTES);
-    }
-    ptx::wait_for_previous();
-    int stage = 0, parity = 1, q_slot = 0;
-    bool known = still_true(d, found);
-    int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
-    while (true) {
-        bool wanted = index < total;
-        if (wanted && !known) found = find_item(common, d, blocks, num_blocks, index, true);
-        const Item& item = found.item;
-        int from = item.first / GROUP_KEYS * GROUP_KEYS, bytes = (item.end - from) * P::ROW_BYTES, heads = blocks.heads(item.block);
-        int64_t offset = page_offset<DP>(d, blocks, item);
-        const bf16* q = d.q + ((int64_t)item.row * d.num_heads + blocks.first_head(item.block)) * DP;
-        int count = __popc(__ballot_sync(0xFFFFFFFFu, wanted));
-        for (int n = 0; n < count; n++) {
-            for (int value = 0; value < 2; value++) {
-                if (lane == n) {
-                    ptx::mbarrier_wait(&empty[stage], parity);
-                    if (value == 0) items[stage] = item;
-                    ptx::mbarrier_arrive_expect(&full[stage], bytes * P::COUNT + (value == 0 ? heads * DP * 2 : 0));
-                    if (value == 0)
-                        for (int h = 0; h < heads; h++) ptx::bulk_copy(q_rows + q_slot * R::Q_BYTES + h * padded_row(DP), q + h * DP, DP * 2, &full[stage]);
-#pragma unroll
-                    for (int panel = 0; panel < P::COUNT; panel++) {
-                        int place = panel * P::PANEL_BYTES + from * P::ROW_BYTES;
-                        ptx::bulk_copy(pages + stage * R::PAGE_BYTES + place, (value ? d.v_layer : d.k_layer) + offset + place / 2, bytes, &full[stage]);
-                    }
-                }
-                stage = stage + 1 == STAGES ? 0 : stage + 1;
-                parity ^= stage == 0;
-                __syncwarp();
-            }
-            q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
-        }
-        if (count < 32) break;
-        index += 32 * gridDim.x;
-        known = false;
-    }
-}
-
-template <int DP, int STAGES>
-__device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, const Item* items, uint64_t* full, uint64_t* empty,
-                                        Exchange& exchange, int warp, int lane) {
-    using R = Ring<DP, STAGES>;
-    ptx::wait_for_previous();
-    int stage = 0, parity = 0, q_slot = 0, thread = warp * 32 + lane;
-    int total = __ldcg(d.page_prefix + d.rows) * num_blocks;
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-        ptx::mbarrier_wait(&full[stage], parity);
-        Item item = items[stage];
-        float t[16], o[DP / 8];
-        item_scores<DP>(t, exchange, ptx::shared_address(pages + stage * R::PAGE_BYTES), ptx::shared_address(q_rows + q_slot * R::Q_BYTES), blocks.heads(item.block), item, warp, lane);
-        q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
-        ptx::named_barrier(1, COMPUTE_THREADS);
-        float2 m = item_probabilities(t, exchange, d.scale_log2, warp, lane);
-        uint8_t* v_page = pages + stage * R::PAGE_BYTES;
-        ptx::mbarrier_wait(&full[stage], parity);
-        if (item.end % GROUP_KEYS != 0) {
-            zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
-            ptx::fence_async_shared();  // a bulk copy overwrites the zeros later
-        }
-        ptx::named_barrier(1, COMPUTE_THREADS);
-        float2 l = item_sum(exchange, lane);
-        item_values<DP>(o, exchange, ptx::shared_address(v_page), item, warp, lane);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
-        item_store<DP>(d, blocks, item, m, l, o, warp, lane);
-        finish_item<DP>(d, blocks, num_blocks, item, exchange, thread);
-    }
-}
-
-template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
-    using R = Ring<DP, STAGES>;
-    DYNAMIC_SHARED(smem);
-    __shared__ Item items[STAGES];
-    __shared__ uint64_t full[STAGES], empty[STAGES];
-    Exchange& exchange = *reinterpret_cast<Exchange*>(smem + STAGES * R::PAGE_BYTES);
-    uint8_t* q_rows = smem + STAGES * R::PAGE_BYTES + EXCHANGE_BYTES;
-    HeadBlocks blocks(d.num_heads, d.num_kv_heads);
-    int num_blocks = blocks.per_group * d.num_kv_heads, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            ptx::mbarrier_init(&full[i], 1);
-            ptx::mbarrier_init(&empty[i], WARPS);
-        }
-        ptx::mbarrier_fence_init();
-        exchange.zeros = make_uint4(0, 0, 0, 0);
-    }
-    __syncthreads();
-    if (warp == WARPS)
-        produce<DP, STAGES>(common, d, blocks, num_blocks, smem, q_rows, items, full, empty, lane);
-    else
-        consume<DP, STAGES>(d, blocks, num_blocks, smem, q_rows, items, full, empty, exchange, warp, lane);
-}
-
-#else
 
 template <int DP, int STAGES> __device__ __forceinline__ void decode(const Common& common, const Decode& d) {
     constexpr int PAGE_BYTES = PAGE_TOKENS * DP * 2;
@@ -422,7 +296,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
         }
         __syncthreads();
         float t[16], o[DP / 8];
-        item_scores<DP>(t, exchange, ptx::shared_address(smem), ptx::shared_address(q_rows), heads, item, warp, lane);
+        item_scores<DP, false>(t, exchange, ptx::shared_address(smem), ptx::shared_address(q_rows), heads, item, warp, lane);
         __syncthreads();
         if (V_OFFSET == 0) load_tokens<DP>(v_page, d.v_layer + offset, from, item.end, thread, COMPUTE_THREADS);
         ptx::cp_async_commit();
@@ -431,7 +305,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
         zero_tokens<DP>(v_page, item.end, group_end(item.end), thread, COMPUTE_THREADS);
         __syncthreads();
         float2 l = item_sum(exchange, lane);
-        item_values<DP>(o, exchange, ptx::shared_address(v_page), item, warp, lane);
+        item_values<DP, false>(o, exchange, ptx::shared_address(v_page), item, warp, lane);
         item_store<DP>(d, blocks, item, m, l, o, warp, lane);
         finish_item<DP>(d, blocks, num_blocks, item, exchange, thread);
         __syncthreads();
@@ -443,7 +317,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
 }  // namespace
 
 #if HAS_WGMMA  // sm_90a
-#define DECODE_THREADS (COMPUTE_THREADS + 32)
+#define DECODE_THREADS (COMPUTE_THREADS + 64)
 #else
 #define DECODE_THREADS COMPUTE_THREADS
 #endif

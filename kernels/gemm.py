@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kernels.gemm_prefill import prefill_launch, prefill_plan
-from kernels.launch import CommonArgument, Executor, Launch, address
+from kernels.launch import CommonArgument, Executor, Launch, TensorMap2D, address
 from kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
@@ -22,7 +22,9 @@ Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 DECODE_ROWS = 64
 """The decode kernels take up to so many rows of x."""
 
-_STAGE_BYTES = 2 * TILE_BYTES  # of a team's weights
+_SHARED_BYTES = 180 << 10  # of a block's ring: one block a multiprocessor, room for the small kernels beside it
+_FETCHING_WARPS = 4
+_BARRIER_BYTES = 16  # of a stage
 _i32 = np.int32
 
 
@@ -32,19 +34,15 @@ class _Variant:
 
     rows: int  # of x
     split: int  # warps of a team
-    stages: int  # of a team's ring
-    chunk: int  # stages of x copied together
+    tiles: int  # of a stage
     max_teams: int
 
-    @property
-    def x_bytes(self) -> int:
-        chunks = -(-(self.stages - 1) // self.chunk) + 1
-        return chunks * self.chunk * self.rows * 2 * TILE_COLUMNS * 2
+    def stage_bytes(self, teams: int) -> int:
+        return self.tiles * (teams * TILE_BYTES + self.rows * TILE_COLUMNS * 2) + _BARRIER_BYTES
 
 
-_NARROW = (_Variant(8, 1, 8, 4, 3), _Variant(16, 1, 6, 1, 3), _Variant(32, 2, 6, 1, 3), _Variant(64, 2, 4, 1, 3))
-_WIDE = (_Variant(8, 1, 3, 2, 8), _Variant(16, 1, 3, 1, 8), _Variant(32, 1, 3, 1, 8), _Variant(64, 1, 3, 1, 5))
-_AHEAD_BYTES = 64 << 10  # a block asks for so much of L2 beyond its rings
+_NARROW = (_Variant(8, 1, 4, 3), _Variant(16, 1, 4, 3), _Variant(32, 2, 4, 3), _Variant(64, 2, 2, 4))
+_WIDE = (_Variant(8, 1, 2, 8), _Variant(16, 1, 2, 8), _Variant(32, 1, 2, 8), _Variant(64, 2, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,15 @@ class DecodePlan:
     variant: _Variant
     blocks: int
     teams: int  # row tiles a block works on at a time
-    ahead: int  # stages
+    stages: int
 
     @property
     def threads(self) -> int:
-        return self.teams * self.variant.split * 32
+        return (_FETCHING_WARPS + self.teams * self.variant.split) * 32
 
     @property
     def shared_bytes(self) -> int:
-        return self.variant.x_bytes + self.teams * self.variant.stages * _STAGE_BYTES
+        return self.stages * self.variant.stage_bytes(self.teams)
 
 
 def gemm_launch(
@@ -117,7 +115,8 @@ def decode_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors
     narrow, wide = next((n, w) for n, w in zip(_NARROW, _WIDE, strict=True) if num_rows <= n.rows)
     variant = narrow if share <= narrow.max_teams else wide
     teams = -(-share // -(-share // variant.max_teams))
-    return DecodePlan(variant, -(-tiles // share), teams, _AHEAD_BYTES // (teams * _STAGE_BYTES))
+    stages = max(2, _SHARED_BYTES // variant.stage_bytes(teams))
+    return DecodePlan(variant, -(-tiles // share), teams, stages)
 
 
 def decode_launch(
@@ -138,12 +137,13 @@ def decode_launch(
     """gemm_decode.cu as `plan` says. Parameters as gemm_launch."""
     return Launch(
         module="gemm_decode",
-        kernel=f"gemm_decode_{epilogue}_m{plan.variant.rows}_s{plan.variant.stages}",
+        kernel=f"gemm_decode_{epilogue}_m{plan.variant.rows}_t{plan.variant.tiles}",
         grid=(plan.blocks, 1, 1),
         block=(plan.threads, 1, 1),
         arguments=(
-            CommonArgument(op, layer), address(x), _i32(ld_x), address(w), address(out),
-            _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams), _i32(plan.ahead),
+            CommonArgument(op, layer), TensorMap2D(x, num_rows, k_pad, ld_x * 2, plan.variant.rows), address(w),
+            address(out), _i32(num_rows), _i32(num_outputs), _i32(k_pad), _i32(ld_out), _i32(plan.teams),
+            _i32(plan.stages),
         ),
         shared_bytes=plan.shared_bytes,
     )  # fmt: skip

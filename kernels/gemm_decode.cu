@@ -1,26 +1,30 @@
-// y = x W^T for the few token rows of a decode step (M <= 64): a stream of weights at the speed of HBM. sm_80 and later;
-// tuned for sm_90.
+// y = x W^T for the few token rows of a decode step (M <= 64): a stream of weights at the speed of HBM. Needs sm_90.
 //
 //   F32:    out[m][n] = acc                         out fp32 (M, ld_out)
 //   ADD:    out[m][n] = out[m][n] + acc             out fp32 (M, ld_out), the residual stream
 //   SWIGLU: out[m][j] = bf16(swiglu(gate, up))      out bf16 (M, ld_out); W is gate_up, 8 gate rows and their 8 up rows a tile
 //   acc = sum over k ascending, 16 at a time, of x[m][k] W[n][k]: mma.sync m16n8k16, one fp32 accumulator, no split of K.
-//   So the bits depend neither on M nor on anything below: not on the kernel variant, the teams or the block.
+//   So the bits depend neither on M nor on anything below: not on the variant, the teams, the stages or the block.
 //
-// x: bf16 (M, ld_x). W: bf16 tiles (common.cuh, "layouts"); N rows, tiles of 16 padded with zeros. k_pad: a multiple of 64.
+// x: bf16 (M, k_pad) through a TMA map with boxes of the variant's M rows x 64 columns (rows past M arrive as zeros).
+// W: bf16 tiles (common.cuh, "layouts"); N rows, tiles of 16 padded with zeros. k_pad: a multiple of 64.
 //
-// A team of SPLIT warps takes one row tile over the whole K, weights as mma's 16-row operand, tokens as its 8 columns (with
-// SPLIT 2 each warp has half of the tokens). The team copies its own weights, a contiguous run of memory, through a ring of
-// STAGES stages of two tiles (4 KB): no warp waits for another to stream. x is copied by the whole block in chunks of
-// CHUNK stages; one block barrier a chunk. Blocks take contiguous runs of tiles, `teams` tiles a pass.
+// A team (one warp; SPLIT warps with a share of the tokens each where tokens are many) takes one row tile over the whole K:
+// weights are mma's 16-row operand, tokens its 8 columns. A block has `teams` of them and one ring of `stages` stages; a
+// stage holds TILES tiles (64 columns each) of x and of every team's weights. Two warps fetch weights (a row tile's K is
+// contiguous: one bulk copy a team and stage), two fetch x. Blocks take contiguous runs of row tiles, `teams` a pass.
 //
-// HBM must not idle between kernels. Weights never change in a step, so a block does not wait for the kernel before it to
-// fill its rings and to ask L2 for `ahead` further stages. It lets the next kernel begin when it has itself nothing left to
-// ask for (not at its start: then the next one's requests would be spent too early to bridge the gap between the two).
+// HBM must not idle between kernels. Weights never change in a step, so the warps that fetch them do not wait for the kernel
+// before us: the rings are full when x is ready.
 //
-// Launch: kernels/gemm.py. Grid (blocks, 1, 1), teams * SPLIT * 32 threads.
+// A lone warp gets an instruction through every 4 cycles or so: hence the short loops, everything hoisted out of them.
+// Rings large enough that a multiprocessor holds one block only: with room for two, some get two of the next kernel's.
+//
+// Launch: kernels/gemm.py. Grid (blocks, 1, 1), (4 + teams * SPLIT) * 32 threads.
 // path: hopper
 #include "gemm_core.cuh"
+
+#if HAS_SM90
 
 // The tiles of this block: a contiguous run, in passes of at most `teams`; all blocks make the same number of passes.
 struct Run {
@@ -35,179 +39,162 @@ struct Run {
     __device__ __forceinline__ int pass_first(int pass) const { return first + pass * (count / passes) + min(pass, count % passes); }
 };
 
-// Weights of one team, stage by stage: through its passes, two tiles a stage.
-struct WeightCursor {
-    const bf16* tile = nullptr;  // start of the row tile; null: this team has none in this pass
-    int pass = -1, step = 0;     // step: stage within the pass
-    __device__ __forceinline__ void enter(int pass_, const Run& run, int team, const bf16* w_tiled, int k_tiles) {
-        pass = pass_;
-        step = 0;
-        tile = pass < run.passes && team < run.pass_count(pass) ? w_tiled + (int64_t)(run.pass_first(pass) + team) * k_tiles * 1024 : nullptr;
+constexpr int PRODUCERS = 2;  // warps that fetch weights, and as many that fetch x: each every second stage
+
+// A stage of the ring, and the parity of its barriers in this round.
+struct Cursor {
+    int slot, parity = 0;
+    __device__ __forceinline__ explicit Cursor(int slot) : slot(slot) {}
+    __device__ __forceinline__ void advance(int by, int stages) {
+        slot += by;
+        if (slot >= stages) { slot -= stages; parity ^= 1; }
     }
 };
 
-template <int EPILOGUE, int GROUPS, int SPLIT, int STAGES, int CHUNK, bool PIPELINED>
-__device__ __forceinline__ void gemm_decode(const Common& common, const bf16* __restrict__ x, int ld_x, const bf16* __restrict__ w_tiled,
-                                            void* out, int M, int N, int k_pad, int ld_out, int teams, int ahead) {
-    constexpr int WARP_GROUPS = GROUPS / SPLIT, TEAM_THREADS = SPLIT * 32;
-    constexpr int W_STAGE = 4096, X_BOX = GROUPS * 1024, X_STAGE = 2 * X_BOX;  // bytes
-    constexpr int CHUNKS = (STAGES - 1 + CHUNK - 1) / CHUNK + 1;               // of x in shared memory: see load_x
+template <int EPILOGUE, int GROUPS, int SPLIT, int TILES>
+__device__ __forceinline__ void gemm_decode(const Common& common, const TensorMap& x_map, const bf16* w_tiled, void* out, int M, int N,
+                                            int k_pad, int ld_out, int teams, int stages) {
+    constexpr int WARP_GROUPS = GROUPS / SPLIT, W_PIECE = TILES * 2048, X_BOX = GROUPS * 1024, X_PIECE = TILES * X_BOX;
     DYNAMIC_SHARED(smem);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / SPLIT, part = warp % SPLIT;
-    const int team_thread = part * 32 + lane;
-    const uint32_t x_ring = ptx::shared_address(smem), w_ring = x_ring + CHUNKS * CHUNK * X_STAGE + team * STAGES * W_STAGE;
-    const int k_tiles = k_pad >> 6, steps = (k_tiles + 1) >> 1;  // stages a pass
+    const int stage_bytes = X_PIECE + teams * W_PIECE;  // x, then each team's weights
+    uint64_t* full = (uint64_t*)(smem + stages * stage_bytes);
+    uint64_t* empty = full + stages;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int k_tiles = k_pad >> 6, pieces = (k_tiles + TILES - 1) / TILES;  // of one row tile
     const Run run((N + 15) >> 4, teams);
-    const int total = run.passes * steps;
 
-    stamp_kernel(common);
-#ifdef EXPERIMENT
-    if (common.pad & 1) ptx::launch_dependents();
-#endif
-    auto team_sync = [&]() {
-        if (SPLIT == 1) __syncwarp();
-        else ptx::named_barrier(1 + team, TEAM_THREADS);
-    };
-    auto advance = [&](WeightCursor& at) {
-        if (++at.step == steps) at.enter(at.pass + 1, run, team, w_tiled, k_tiles);
-    };
-    auto stage_bytes = [&](int step) { return min(2, k_tiles - step * 2) * 2048; };
-    WeightCursor load, prefetch;
-    load.enter(0, run, team, w_tiled, k_tiles);
-    int w_slot = 0;  // that is filled next
-    auto load_w = [&]() {
-        if (load.tile != nullptr) {
-            const int bytes = stage_bytes(load.step);
-            const uint8_t* source = (const uint8_t*)(load.tile + load.step * 2048) + team_thread * 16;
-            const uint32_t target = w_ring + w_slot * W_STAGE + team_thread * 16;
-#pragma unroll
-            for (int i = 0; i < W_STAGE; i += TEAM_THREADS * 16)
-                if (i < bytes) ptx::cp_async_16(target + i, source + i);
-        }
-        advance(load);
-        if (++w_slot == STAGES) w_slot = 0;
-    };
-    // x of CHUNK stages from stage `stage` on (a multiple of CHUNK, in the pass's step `step`), rows below M. It takes the
-    // place of the chunk CHUNKS before it, which every warp has left: it is asked for STAGES stages ahead.
-    auto load_x = [&](int stage, int step) {
-        const uint32_t chunk = x_ring + stage / CHUNK % CHUNKS * CHUNK * X_STAGE;
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            if (stage + i >= total) break;
-            for (int unit = threadIdx.x; unit < X_STAGE / 16; unit += blockDim.x) {
-                const int tile = unit / (X_BOX / 16), row = unit / 8 % (GROUPS * 8), column = unit & 7;
-                if (row < M && step * 2 + tile < k_tiles)
-                    ptx::cp_async_16(chunk + i * X_STAGE + tile * X_BOX + row * 128 + ((column ^ (row & 7)) << 4),
-                                     x + (int64_t)row * ld_x + (step * 2 + tile) * 64 + column * 8);
-            }
-            if (++step == steps) step = 0;
-        }
-    };
-    // ---- what may happen while the kernel before us still runs: weights only
-    for (int i = 0; i < STAGES; i++) {
-        load_w();
-        ptx::cp_async_commit();
+    begin_kernel(common);
+    if (threadIdx.x < stages) {
+        ptx::mbarrier_init(full + threadIdx.x, 2);
+        ptx::mbarrier_init(empty + threadIdx.x, teams * SPLIT);
+        ptx::mbarrier_fence_init();
     }
-    prefetch = load;
-#if HAS_SM90
-    if (ahead > 0 && team_thread == 0 && prefetch.tile != nullptr)  // to the end of the pass at most
-        ptx::bulk_prefetch_l2(prefetch.tile + prefetch.step * 2048, min(ahead * 2, k_tiles - prefetch.step * 2) * 2048);
-    for (int i = 0; i < ahead; i++) advance(prefetch);
-#endif
-    for (int unit = threadIdx.x; unit < CHUNKS * CHUNK * X_STAGE / 16; unit += blockDim.x)  // rows past M: zeros, once
-        if (unit / 8 % (GROUPS * 8) >= M) ((uint4*)smem)[unit] = make_uint4(0, 0, 0, 0);
-    // ---- from here on we depend on it
-    ptx::wait_for_previous();
-#pragma unroll
-    for (int stage = 0; stage < STAGES; stage += CHUNK)
-        if (stage < total) load_x(stage, stage % steps);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
     __syncthreads();
-
-    const uint32_t w_lane = w_ring + Fragments<WARP_GROUPS>::w_offset(lane);
-    const uint32_t x_lane = x_ring + part * WARP_GROUPS * 1024 + Fragments<WARP_GROUPS>::x_offset(lane);
-    const int let_next_begin = max(0, total - STAGES - ahead);
-    Fragments<WARP_GROUPS> even, odd;  // two tiles' operands: the loads of one overlap the mma chain of the other
-    float acc[WARP_GROUPS][4] = {}, residual[WARP_GROUPS][4];
-    int pass = 0, step = 0, w_at = 0, x_at = 0;  // of the stage being multiplied; slots in the rings
-    bool active = team < run.pass_count(0);
-    if (active) {
-        if (EPILOGUE == ADD) load_residual(residual, (const float*)out, Place(run.pass_first(0) + team, part * WARP_GROUPS * 8, lane), M, N, ld_out);
-        if (PIPELINED) { even.load_w(w_lane); even.load_x(x_lane); }
-    }
-    for (int stage = 0; stage < total; stage++) {
-        const bool two = step * 2 + 1 < k_tiles, last = step + 1 == steps;
-        const uint32_t w_now = w_lane + w_at * W_STAGE, x_now = x_lane + x_at * X_STAGE;
-        if (active) {
-            if (PIPELINED) {
-                if (two) { odd.load_w(w_now + 2048); odd.load_x(x_now + X_BOX); }
-                even.multiply(acc);
-            } else {
-                even.load_w(w_now);
-                even.load_x(x_now);
-                even.multiply(acc);
-                if (two) {
-                    even.load_w(w_now + 2048);
-                    even.load_x(x_now + X_BOX);
-                    even.multiply(acc);
+    if (warp < PRODUCERS) {
+        if (lane == 0) {
+            const int total = run.passes * pieces;
+            Cursor at(warp);
+            int pass = 0, piece = warp;
+            for (int stage = warp; stage < total; stage += PRODUCERS) {
+                while (piece >= pieces) { piece -= pieces; pass++; }
+                const int count = run.pass_count(pass), bytes = min(TILES, k_tiles - piece * TILES) * 2048;
+                const uint8_t* source = (const uint8_t*)(w_tiled + ((int64_t)run.pass_first(pass) * k_tiles + piece * TILES) * 1024);
+                uint8_t* target = smem + at.slot * stage_bytes + X_PIECE;
+                ptx::mbarrier_wait(empty + at.slot, at.parity ^ 1);
+                ptx::mbarrier_arrive_expect(full + at.slot, count * bytes);
+                for (int c = 0; c < count; c++) {
+                    ptx::bulk_copy_once(target, source, bytes, full + at.slot);
+                    target += W_PIECE;
+                    source += (int64_t)k_tiles * 2048;
                 }
+                at.advance(PRODUCERS, stages);
+                piece += PRODUCERS;
             }
         }
-        if (++w_at == STAGES) w_at = 0;
-        if (++x_at == CHUNKS * CHUNK) x_at = 0;
-        ptx::cp_async_wait<STAGES - 2>();
-        if (x_at % CHUNK == 0) __syncthreads();
-        else team_sync();
-        const bool next_active = last ? pass + 1 < run.passes && team < run.pass_count(pass + 1) : active;
-        if (PIPELINED && next_active) { even.load_w(w_lane + w_at * W_STAGE); even.load_x(x_lane + x_at * X_STAGE); }
-        {  // the stage just left is free: everybody's operands of it are in registers
-            const int loaded = stage + STAGES;
-            if (loaded % CHUNK == 0 && loaded < total) load_x(loaded, load.step);
-            load_w();
-            ptx::cp_async_commit();
-#if HAS_SM90
-            if (ahead > 0) {
-                if (team_thread == 0 && prefetch.tile != nullptr) ptx::bulk_prefetch_l2(prefetch.tile + prefetch.step * 2048, stage_bytes(prefetch.step));
-                advance(prefetch);
+    } else if (warp < 2 * PRODUCERS) {
+        if (lane == 0) {
+            ptx::tma_prefetch_map(&x_map);
+            ptx::wait_for_previous();
+            const int total = run.passes * pieces;
+            Cursor at(warp - PRODUCERS);
+            int piece = warp - PRODUCERS;
+            for (int stage = piece; stage < total; stage += PRODUCERS) {
+                while (piece >= pieces) piece -= pieces;
+                const int tiles = min(TILES, k_tiles - piece * TILES);
+                uint8_t* target = smem + at.slot * stage_bytes;
+                ptx::mbarrier_wait(empty + at.slot, at.parity ^ 1);
+                ptx::mbarrier_arrive_expect(full + at.slot, tiles * X_BOX);
+                for (int t = 0; t < tiles; t++) ptx::tma_load_2d(target + t * X_BOX, &x_map, (piece * TILES + t) * 64, 0, full + at.slot);
+                at.advance(PRODUCERS, stages);
+                piece += PRODUCERS;
             }
-#endif
-            if (stage == let_next_begin) ptx::launch_dependents();
         }
-        if (PIPELINED && active && two) odd.multiply(acc);
-        step++;
-        if (last) {
-            if (active) store<EPILOGUE>(acc, residual, out, Place(run.pass_first(pass) + team, part * WARP_GROUPS * 8, lane), M, N, ld_out);
-            pass++;
-            step = 0;
-            active = next_active;
+    } else {
+        ptx::wait_for_previous();  // before we read or write `out`
+        const int team = (warp - 2 * PRODUCERS) / SPLIT, part = (warp - 2 * PRODUCERS) % SPLIT;
+        const uint32_t base = ptx::shared_address(smem);
+        const uint32_t w_lane = base + X_PIECE + team * W_PIECE + Fragments<WARP_GROUPS>::w_offset(lane);
+        const uint32_t x_lane = base + part * WARP_GROUPS * 1024 + Fragments<WARP_GROUPS>::x_offset(lane);
+        const int whole = k_tiles / TILES, rest = k_tiles % TILES;
+        Cursor at(0);
+        for (int pass = 0; pass < run.passes; pass++) {
+            if (team >= run.pass_count(pass)) {
+                for (int piece = 0; piece < pieces; piece++) {
+                    ptx::mbarrier_wait(full + at.slot, at.parity);
+                    __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(empty + at.slot);
+                    at.advance(1, stages);
+                }
+                continue;
+            }
+            const Place place(run.pass_first(pass) + team, part * WARP_GROUPS * 8, lane);
+            float acc[WARP_GROUPS][4] = {}, residual[WARP_GROUPS][4];
+            if (EPILOGUE == ADD && WARP_GROUPS <= 2) load_residual(residual, (const float*)out, place, M, N, ld_out);  // early: here when the sum is
+            Fragments<WARP_GROUPS> operands[2];  // the loads of one tile overlap the mma chain of the other
+            ptx::mbarrier_wait(full + at.slot, at.parity);
+            if (whole > 0) {
+                operands[0].load_w(w_lane + at.slot * stage_bytes);
+                operands[0].load_x(x_lane + at.slot * stage_bytes);
+            }
+            for (int piece = 0; piece < whole; piece++) {
+                const uint32_t offset = at.slot * stage_bytes;
+                uint64_t* leave = empty + at.slot;
 #pragma unroll
-            for (int group = 0; group < WARP_GROUPS; group++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) acc[group][j] = 0.0f;
-            if (EPILOGUE == ADD && active)
-                load_residual(residual, (const float*)out, Place(run.pass_first(pass) + team, part * WARP_GROUPS * 8, lane), M, N, ld_out);
+                for (int t = 0; t < TILES - 1; t++) {
+                    operands[(t + 1) & 1].load_w(w_lane + offset + (t + 1) * 2048);
+                    operands[(t + 1) & 1].load_x(x_lane + offset + (t + 1) * X_BOX);
+                    operands[t & 1].multiply(acc);
+                }
+                at.advance(1, stages);
+                if (piece + 1 < whole) {
+                    ptx::mbarrier_wait(full + at.slot, at.parity);
+                    operands[0].load_w(w_lane + at.slot * stage_bytes);
+                    operands[0].load_x(x_lane + at.slot * stage_bytes);
+                }
+                operands[(TILES - 1) & 1].multiply(acc);
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(leave);
+            }
+            if (rest > 0) {
+                if (whole > 0) ptx::mbarrier_wait(full + at.slot, at.parity);
+                for (int t = 0; t < rest; t++) {
+                    operands[0].load_w(w_lane + at.slot * stage_bytes + t * 2048);
+                    operands[0].load_x(x_lane + at.slot * stage_bytes + t * X_BOX);
+                    operands[0].multiply(acc);
+                }
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(empty + at.slot);
+                at.advance(1, stages);
+            }
+            if (EPILOGUE == ADD && WARP_GROUPS > 2) load_residual(residual, (const float*)out, place, M, N, ld_out);
+            store<EPILOGUE>(acc, residual, out, place, M, N, ld_out);
         }
     }
 }
 
-// _s8, _s6, _s4: few teams a block, deep rings. _s3: up to 8 teams.
-#define KERNEL(name, epilogue, m, split, stages, chunk, pipelined)                                                                \
-    extern "C" __global__ void __launch_bounds__(256) gemm_decode_##name##_m##m##_s##stages(                                       \
-        const Common common, const bf16* __restrict__ x, int ld_x, const bf16* __restrict__ w_tiled, void* out, int M, int N,      \
-        int k_pad, int ld_out, int teams, int ahead) {                                                                             \
-        gemm_decode<epilogue, m / 8, split, stages, chunk, pipelined>(common, x, ld_x, w_tiled, out, M, N, k_pad, ld_out, teams, ahead); \
-    }
-#define KERNELS(m, split, stages, chunk, pipelined)        \
-    KERNEL(f32, F32, m, split, stages, chunk, pipelined)   \
-    KERNEL(add, ADD, m, split, stages, chunk, pipelined)   \
-    KERNEL(swiglu, SWIGLU, m, split, stages, chunk, pipelined)
+#endif  // HAS_SM90
 
-KERNELS(8, 1, 8, 4, true)
-KERNELS(8, 1, 3, 2, false)
-KERNELS(16, 1, 6, 1, true)
-KERNELS(16, 1, 3, 1, false)
-KERNELS(32, 2, 6, 1, true)
-KERNELS(32, 1, 3, 1, false)
-KERNELS(64, 2, 4, 1, true)
-KERNELS(64, 1, 3, 1, false)
+#if HAS_SM90
+#define BODY(epilogue, m, split, tiles) gemm_decode<epilogue, m / 8, split, tiles>(common, x_map, w_tiled, out, M, N, k_pad, ld_out, teams, stages);
+#else
+#define BODY(epilogue, m, split, tiles)
+#endif
+#define KERNEL(name, epilogue, m, split, tiles)                                                                               \
+    extern "C" __global__ void __launch_bounds__(384, 1) gemm_decode_##name##_m##m##_t##tiles(                                 \
+        const Common common, const __grid_constant__ TensorMap x_map, const bf16* w_tiled, void* out, int M, int N, int k_pad, \
+        int ld_out, int teams, int stages) {                                                                                   \
+        BODY(epilogue, m, split, tiles)                                                                                        \
+    }
+#define KERNELS(m, split, tiles)        \
+    KERNEL(f32, F32, m, split, tiles)   \
+    KERNEL(add, ADD, m, split, tiles)   \
+    KERNEL(swiglu, SWIGLU, m, split, tiles)
+
+// t4: few teams a block. t2: many.
+KERNELS(8, 1, 4)
+KERNELS(8, 1, 2)
+KERNELS(16, 1, 4)
+KERNELS(16, 1, 2)
+KERNELS(32, 2, 4)
+KERNELS(32, 1, 2)
+KERNELS(64, 2, 2)

@@ -49,24 +49,34 @@ struct Ring {  // a place in the ring of stages
     }
 };
 
+// Blocks of a cluster take neighbouring tiles: SHARE_W of them in M with one tile of w between them, or SHARE_X in N with
+// one tile of x. Each copies its share of what is common to all of them.
+template <int SHARE_W_, int SHARE_X_> struct Cluster {
+    static constexpr int SHARE_W = SHARE_W_, SHARE_X = SHARE_X_, SIZE = SHARE_W * SHARE_X;
+    static constexpr uint16_t ALL = (1 << SIZE) - 1;
+    static_assert(SHARE_W == 1 || SHARE_X == 1);
+};
+
 // The tiles of a block in order. M in groups of RASTER_M tiles; within a group M is fastest.
-template <int TILE_N, int CLUSTER> struct Walk {
-    int m_clusters, n_tiles, index, step, rank;
+template <int TILE_N, class C> struct Walk {
+    int m_clusters, n_clusters, index, step, rank;
     __device__ Walk(const Problem& p) {
-        m_clusters = (p.M + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
-        n_tiles = (p.N + TILE_N - 1) / TILE_N;
-        rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
-        index = blockIdx.x / CLUSTER;
-        step = gridDim.x / CLUSTER;
+        m_clusters = (p.M + TILE_M * C::SHARE_W - 1) / (TILE_M * C::SHARE_W);
+        n_clusters = (p.N + TILE_N * C::SHARE_X - 1) / (TILE_N * C::SHARE_X);
+        rank = C::SIZE == 1 ? 0 : ptx::cluster_rank();
+        index = blockIdx.x / C::SIZE;
+        step = gridDim.x / C::SIZE;
     }
-    __device__ bool done() const { return index >= m_clusters * n_tiles; }
+    __device__ bool done() const { return index >= m_clusters * n_clusters; }
     __device__ void next() { index += step; }
-    __device__ void tile(int& m0, int& n0) const {
-        constexpr int GROUP = RASTER_M / CLUSTER;
-        int group = index / (GROUP * n_tiles), inside = index - group * (GROUP * n_tiles);
+    __device__ void tile(int& m0, int& n0) const {  // may lie outside the result
+        constexpr int GROUP = RASTER_M / C::SHARE_W;
+        int group = index / (GROUP * n_clusters), inside = index - group * (GROUP * n_clusters);
         int size = min(GROUP, m_clusters - group * GROUP);
-        m0 = ((group * GROUP + inside % size) * CLUSTER + rank) * TILE_M;
-        n0 = inside / size * TILE_N;
+        m0 = (group * GROUP + inside % size) * C::SHARE_W * TILE_M;
+        n0 = inside / size * C::SHARE_X * TILE_N;
+        if (C::SHARE_W > 1) m0 += rank * TILE_M;
+        if (C::SHARE_X > 1) n0 += rank * TILE_N;
     }
 };
 
@@ -76,29 +86,34 @@ template <int TILE_N, int CLUSTER> struct Walk {
 template <int TILE_N> __device__ __forceinline__ void prefetch_residual(const Problem& p, const float* out, int ld_out, int m0, int n0, int kt) {
     constexpr int STEPS = 16;  // of K, the last ones
     const int step = kt - (p.k_tiles() - STEPS), first = m0 + step * (TILE_M / STEPS);
-    if (step < 0 || ld_out % 4) return;
+    if (step < 0 || ld_out % 4 || n0 + 4 > p.N) return;
     for (int row = first; row < min(first + TILE_M / STEPS, p.M); row++)
         ptx::bulk_prefetch_l2(out + (int64_t)row * ld_out + n0, min(TILE_N, (p.N - n0) & ~3) * 4);
 }
 
-template <int TILE_N, int EPILOGUE, int CLUSTER>
+template <int TILE_N, int EPILOGUE, class C>
 __device__ void produce(const Problem& p, const TensorMap* x_map, const TensorMap* w_map, const float* out, int ld_out, uint8_t* stages, uint64_t* full, uint64_t* empty) {
     using S = Shape<TILE_N>;
-    constexpr int SHARE = TILE_N / 16 / CLUSTER;  // row tiles of w that this block copies for the cluster
-    static_assert(SHARE * 16 * CLUSTER == TILE_N);
+    constexpr int ROW_TILES = TILE_N / 16 / C::SHARE_W, ROWS = TILE_M / C::SHARE_X;  // of w and of x: what this block copies
+    static_assert(ROW_TILES * 16 * C::SHARE_W == TILE_N && ROWS % 8 == 0);
     Ring ring;
     bool first = true;
-    for (Walk<TILE_N, CLUSTER> walk(p); !walk.done(); walk.next()) {
+    for (Walk<TILE_N, C> walk(p); !walk.done(); walk.next()) {
         int m0, n0;
         walk.tile(m0, n0);
-        const int row_tile = n0 / 16 + walk.rank * SHARE;
         auto load_w = [&](int stage, int kt) {
-            uint8_t* b = stages + stage * S::STAGE_BYTES + A_BYTES + walk.rank * SHARE * TILE_BYTES;
+            const int share = C::SHARE_W == 1 ? 0 : walk.rank * ROW_TILES;
+            uint8_t* b = stages + stage * S::STAGE_BYTES + A_BYTES + share * TILE_BYTES;
             ptx::mbarrier_arrive_expect(&full[stage], S::STAGE_BYTES);
-            if (CLUSTER == 1) ptx::tma_load_tiles(b, w_map, kt, row_tile, &full[stage]);
-            else ptx::tma_load_tiles_multicast(b, w_map, kt, row_tile, &full[stage], (1 << CLUSTER) - 1);
+            if (C::SHARE_W == 1) ptx::tma_load_tiles(b, w_map, kt, n0 / 16, &full[stage]);
+            else ptx::tma_load_tiles_multicast(b, w_map, kt, n0 / 16 + share, &full[stage], C::ALL);
         };
-        auto load_x = [&](int stage, int kt) { ptx::tma_load_2d(stages + stage * S::STAGE_BYTES, x_map, kt * TILE_K, m0, &full[stage]); };
+        auto load_x = [&](int stage, int kt) {
+            const int share = C::SHARE_X == 1 ? 0 : walk.rank * ROWS;
+            uint8_t* a = stages + stage * S::STAGE_BYTES + share * 128;
+            if (C::SHARE_X == 1) ptx::tma_load_2d(a, x_map, kt * TILE_K, m0, &full[stage]);
+            else ptx::tma_load_2d_multicast(a, x_map, kt * TILE_K, m0 + share, &full[stage], C::ALL);
+        };
         int kt = 0;
         if (first) {  // weights do not depend on the kernel before us: fetch them while it ends
             first = false;
@@ -120,7 +135,7 @@ __device__ void produce(const Problem& p, const TensorMap* x_map, const TensorMa
             if (EPILOGUE == ADD) prefetch_residual<TILE_N>(p, out, ld_out, m0, n0, kt);
         }
     }
-    if (CLUSTER > 1)  // a block must not end before the others' consumers have told it that they are done
+    if (C::SIZE > 1)  // a block must not end before the others' consumers have told it that they are done
         for (int i = 0; i < S::STAGES; i++) {
             ptx::mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
             ring.advance<S::STAGES>();
@@ -143,13 +158,13 @@ struct Thread {  // a consumer's place: its warpgroup's 64 rows, its warp's 16, 
 __device__ __forceinline__ uint32_t staging_offset(int row, int byte) { return row * 128 + (byte ^ ((row & 7) << 4)); }
 
 // acc (64 x TILE_N) of one tile. `before_last` is called before the last products are begun.
-template <int TILE_N, int CLUSTER, class Call>
+template <int TILE_N, class C, class Call>
 __device__ __forceinline__ void multiply(float (&acc)[TILE_N / 2], int k_tiles, const Thread& t, const uint8_t* stages, uint64_t* full, uint64_t* empty, Ring& ring, Call before_last) {
     using S = Shape<TILE_N>;
     auto release = [&](int stage) {
-        if (CLUSTER == 1) {
+        if (C::SIZE == 1) {
             if (t.lane == 0) ptx::mbarrier_arrive(&empty[stage]);
-        } else if (t.lane < CLUSTER) {
+        } else if (t.lane < C::SIZE) {
             ptx::mbarrier_arrive_remote(&empty[stage], t.lane);
         }
     };
@@ -288,31 +303,31 @@ __device__ __forceinline__ void store_swiglu(const float (&acc)[TILE_N / 2], con
     }
 }
 
-template <int TILE_N, int EPILOGUE, int CLUSTER>
+template <int TILE_N, int EPILOGUE, class C>
 __device__ void consume(const Problem& p, const TensorMap* out_map, void* out, int ld_out, const uint8_t* stages, uint8_t* staging, uint64_t* full, uint64_t* empty) {
     const Thread t;
     staging += (t.group * 4 + t.warp_row / 16) * 2 * CHUNK_BYTES;
     Ring ring;
     int turn = 0;
     ptx::wait_for_previous();
-    for (Walk<TILE_N, CLUSTER> walk(p); !walk.done(); walk.next()) {
+    for (Walk<TILE_N, C> walk(p); !walk.done(); walk.next()) {
         int m0, n0;
         walk.tile(m0, n0);
         m0 += 64 * t.group + t.warp_row;
         float acc[TILE_N / 2];
         if constexpr (EPILOGUE == SWIGLU) {
-            multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, [] {});
+            multiply<TILE_N, C>(acc, p.k_tiles(), t, stages, full, empty, ring, [] {});
             store_swiglu<TILE_N>(acc, p, t, (bf16*)out, ld_out, m0, n0, staging, turn);
         } else {
             Residual<TILE_N> residual(p, t, (const float*)out, ld_out, m0, n0);
-            multiply<TILE_N, CLUSTER>(acc, p.k_tiles(), t, stages, full, empty, ring, [&] { if (EPILOGUE == ADD) residual.load_first(); });
+            multiply<TILE_N, C>(acc, p.k_tiles(), t, stages, full, empty, ring, [&] { if (EPILOGUE == ADD) residual.load_first(); });
             store_f32<TILE_N, EPILOGUE>(acc, residual, p, t, out_map, (float*)out, ld_out, m0, n0, staging, turn);
         }
     }
     if (EPILOGUE != SWIGLU && t.lane == 0) ptx::bulk_wait_read<0>();
 }
 
-template <int TILE_N, int EPILOGUE, int CLUSTER>
+template <int TILE_N, int EPILOGUE, class C>
 __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_map, const TensorMap* w_map, const TensorMap* out_map, void* out, int M, int N, int k_pad, int ld_out) {
     using S = Shape<TILE_N>;
     begin_kernel(common);
@@ -325,11 +340,11 @@ __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_ma
         ptx::tma_prefetch_map(x_map);
         for (int s = 0; s < S::STAGES; s++) {
             ptx::mbarrier_init(&full[s], 1);
-            ptx::mbarrier_init(&empty[s], CLUSTER * CONSUMERS * (WARPGROUP / 32));
+            ptx::mbarrier_init(&empty[s], C::SIZE * CONSUMERS * (WARPGROUP / 32));
         }
         ptx::mbarrier_fence_init();
     }
-    if (CLUSTER == 1) {
+    if (C::SIZE == 1) {
         __syncthreads();
     } else {
         ptx::cluster_arrive();
@@ -338,35 +353,38 @@ __device__ __forceinline__ void gemm(const Common& common, const TensorMap* x_ma
     const Problem p = {M, N, k_pad};
     if (threadIdx.x < WARPGROUP) {
         ptx::registers_lower<40>();
-        if (threadIdx.x == 0) produce<TILE_N, EPILOGUE, CLUSTER>(p, x_map, w_map, (const float*)out, ld_out, smem, full, empty);
+        if (threadIdx.x == 0) produce<TILE_N, EPILOGUE, C>(p, x_map, w_map, (const float*)out, ld_out, smem, full, empty);
     } else {
         ptx::registers_raise<232>();
-        consume<TILE_N, EPILOGUE, CLUSTER>(p, out_map, out, ld_out, smem, staging, full, empty);
+        consume<TILE_N, EPILOGUE, C>(p, out_map, out, ld_out, smem, staging, full, empty);
     }
 }
 
 }  // namespace
 
-#define GEMM_PREFILL(name, TILE_N, EPILOGUE, CLUSTER)                                                                          \
+#define GEMM_PREFILL(name, TILE_N, EPILOGUE, SHARE_W, SHARE_X)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
     name(const Common common, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,                \
          const __grid_constant__ TensorMap out_map, void* out, int M, int N, int k_pad, int ld_out) {                          \
-        gemm<TILE_N, EPILOGUE, CLUSTER>(common, &x_map, &w_map, &out_map, out, M, N, k_pad, ld_out);                           \
+        gemm<TILE_N, EPILOGUE, Cluster<SHARE_W, SHARE_X>>(common, &x_map, &w_map, &out_map, out, M, N, k_pad, ld_out);         \
     }
 #ifndef GEMM_PREFILL_SOME
-#define GEMM_PREFILL_ALL(TILE_N)                                             \
-    GEMM_PREFILL(gemm_prefill_f32_n##TILE_N, TILE_N, F32, 1)                 \
-    GEMM_PREFILL(gemm_prefill_add_n##TILE_N, TILE_N, ADD, 1)                 \
-    GEMM_PREFILL(gemm_prefill_swiglu_n##TILE_N, TILE_N, SWIGLU, 1)           \
-    GEMM_PREFILL(gemm_prefill_f32_n##TILE_N##_c2, TILE_N, F32, 2)            \
-    GEMM_PREFILL(gemm_prefill_add_n##TILE_N##_c2, TILE_N, ADD, 2)            \
-    GEMM_PREFILL(gemm_prefill_swiglu_n##TILE_N##_c2, TILE_N, SWIGLU, 2)
-GEMM_PREFILL_ALL(32)
-GEMM_PREFILL_ALL(64)
-GEMM_PREFILL_ALL(96)
-GEMM_PREFILL_ALL(128)
-GEMM_PREFILL_ALL(192)
-GEMM_PREFILL_ALL(224)
-GEMM_PREFILL_ALL(256)
+#define GEMM_PREFILL_ALL(SUFFIX, TILE_N, SHARE_W, SHARE_X)                                \
+    GEMM_PREFILL(gemm_prefill_f32_##SUFFIX, TILE_N, F32, SHARE_W, SHARE_X)                \
+    GEMM_PREFILL(gemm_prefill_add_##SUFFIX, TILE_N, ADD, SHARE_W, SHARE_X)                \
+    GEMM_PREFILL(gemm_prefill_swiglu_##SUFFIX, TILE_N, SWIGLU, SHARE_W, SHARE_X)
+// kernels/gemm_prefill.py:VARIANTS
+GEMM_PREFILL_ALL(n32_x2, 32, 1, 2)
+GEMM_PREFILL_ALL(n64_x2, 64, 1, 2)
+GEMM_PREFILL_ALL(n64_x4, 64, 1, 4)
+GEMM_PREFILL_ALL(n96, 96, 1, 1)
+GEMM_PREFILL_ALL(n128, 128, 1, 1)
+GEMM_PREFILL_ALL(n192, 192, 1, 1)
+GEMM_PREFILL_ALL(n224, 224, 1, 1)
+GEMM_PREFILL_ALL(n256, 256, 1, 1)
+GEMM_PREFILL_ALL(n128_w2, 128, 2, 1)
+GEMM_PREFILL_ALL(n192_w2, 192, 2, 1)
+GEMM_PREFILL_ALL(n224_w2, 224, 2, 1)
+GEMM_PREFILL_ALL(n256_w2, 256, 2, 1)
 #endif
 #endif

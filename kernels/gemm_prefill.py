@@ -17,9 +17,6 @@ from kernels.layout import TILE_COLUMNS, TILE_ROWS
 Epilogue: TypeAlias = Literal["f32", "add", "swiglu"]
 
 TILE_M = 128
-WIDTHS = (32, 64, 96, 128, 192, 224, 256)
-"""Rows of W in a tile (gemm_prefill.cu:TILE_N)."""
-CLUSTERS = (1, 2)
 
 _THREADS = 384
 _SHARED_LIMIT = 232448  # gemm_prefill.cu:SHARED_LIMIT, what a block may have on sm_90
@@ -28,56 +25,77 @@ _BARRIER_BYTES = 256
 _MAX_STAGES = 8
 _STORE_ROWS = 16  # of a box of results: a warp's
 
-# A tile's time in units of the tensor cores' for one row of W and 64 columns of K (4 cycles): see kernels/LOG.md.
-_STAGE_FLOOR = 64  # a stage takes as long to fetch and hand on as 64 rows of W take to multiply
-_TILE_COST = 700  # start, first fetch and last store of a block
-
 _i32 = np.int32
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A tile of 128 rows of x and `width` rows of W, in clusters of `share_w` blocks with the same rows of W or of
+    `share_x` with the same rows of x."""
+
+    width: int
+    share_w: int = 1
+    share_x: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.share_w * self.share_x
+
+    @property
+    def suffix(self) -> str:
+        """Of the kernel's name."""
+        w = f"_w{self.share_w}" if self.share_w > 1 else ""
+        x = f"_x{self.share_x}" if self.share_x > 1 else ""
+        return f"n{self.width}{w}{x}"
+
+    @property
+    def stage_bytes(self) -> int:
+        return (TILE_M + self.width) * TILE_COLUMNS * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = min((_SHARED_LIMIT - _STAGING_BYTES - _BARRIER_BYTES) // self.stage_bytes, _MAX_STAGES)
+        return stages * self.stage_bytes + _STAGING_BYTES + _BARRIER_BYTES
+
+    def tiles(self, num_rows: int, num_outputs: int) -> int:
+        """Tiles of a product, whole clusters."""
+        rows, columns = _ceil(num_rows, TILE_M * self.share_w), _ceil(num_outputs, self.width * self.share_x)
+        return rows * columns * self.cluster
+
+
+VARIANTS = (
+    Variant(32, share_x=2), Variant(64, share_x=2), Variant(64, share_x=4), Variant(96), Variant(128), Variant(192),
+    Variant(224), Variant(256), Variant(128, share_w=2), Variant(192, share_w=2), Variant(224, share_w=2),
+    Variant(256, share_w=2),
+)  # fmt: skip
+"""What gemm_prefill.cu is compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """A variant of the kernel and its grid. The bits of the result do not depend on it."""
 
-    width: int
-    cluster: int
+    variant: Variant
     blocks: int
-
-    @property
-    def stages(self) -> int:
-        fit = (_SHARED_LIMIT - _STAGING_BYTES - _BARRIER_BYTES) // self._stage_bytes
-        return min(fit, _MAX_STAGES)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self._stage_bytes + _STAGING_BYTES + _BARRIER_BYTES
-
-    @property
-    def _stage_bytes(self) -> int:
-        return (TILE_M + self.width) * TILE_COLUMNS * 2
 
 
 def prefill_plan(num_rows: int, num_outputs: int, k_pad: int, num_multiprocessors: int) -> PrefillPlan:
     """The variant with the shortest predicted time: waves of tiles over the multiprocessors."""
-    candidates = [
-        variant_plan(width, cluster, num_rows, num_outputs, num_multiprocessors)
-        for width in WIDTHS
-        for cluster in CLUSTERS
-    ]
-    return min(candidates, key=lambda plan: _predicted_cost(plan, num_rows, num_outputs, k_pad))
+    plans = [variant_plan(variant, num_rows, num_outputs, num_multiprocessors) for variant in VARIANTS]
+    return min(plans, key=lambda plan: _predicted_cycles(plan, num_rows, num_outputs, k_pad))
 
 
-def variant_plan(width: int, cluster: int, num_rows: int, num_outputs: int, num_multiprocessors: int) -> PrefillPlan:
+def variant_plan(variant: Variant, num_rows: int, num_outputs: int, num_multiprocessors: int) -> PrefillPlan:
     """One variant, with a block for each multiprocessor or each tile, whichever are fewer."""
-    tiles = _round_up(_ceil(num_rows, TILE_M), cluster) * _ceil(num_outputs, width)
-    return PrefillPlan(width, cluster, min(tiles, num_multiprocessors // cluster * cluster))
+    most = num_multiprocessors // variant.cluster * variant.cluster
+    return PrefillPlan(variant, min(variant.tiles(num_rows, num_outputs), most))
 
 
-def _predicted_cost(plan: PrefillPlan, num_rows: int, num_outputs: int, k_pad: int) -> float:
-    tiles = _round_up(_ceil(num_rows, TILE_M), plan.cluster) * _ceil(num_outputs, plan.width)
-    waves = _ceil(tiles, plan.blocks)
-    stage = max(plan.width, _STAGE_FLOOR)
-    return waves * (k_pad // TILE_COLUMNS) * stage + _TILE_COST * waves - plan.cluster  # ties: the larger cluster
+def _predicted_cycles(plan: PrefillPlan, num_rows: int, num_outputs: int, k_pad: int) -> float:
+    variant = plan.variant
+    waves = _ceil(variant.tiles(num_rows, num_outputs), plan.blocks)
+    stage = max(variant.width, 64) * 4
+    return waves * (k_pad // TILE_COLUMNS * stage + 3000) - variant.share_w
 
 
 def prefill_launch(
@@ -104,28 +122,26 @@ def prefill_launch(
             f"swiglu of {num_outputs} rows of W into rows of {ld_out}: the first must be a multiple of {TILE_ROWS}, "
             f"the second one of 8 that holds half as many"
         )
-    x_map = TensorMap2D(x, num_rows, k_pad, ld_x * 2, TILE_M)
-    w_map = TileMap(w, _ceil(num_outputs, TILE_ROWS), k_pad // TILE_COLUMNS, plan.width // TILE_ROWS // plan.cluster)
+    variant = plan.variant
+    x_map = TensorMap2D(x, num_rows, k_pad, ld_x * 2, TILE_M // variant.share_x)
+    row_tiles, k_tiles = _ceil(num_outputs, TILE_ROWS), k_pad // TILE_COLUMNS
+    w_map = TileMap(w, row_tiles, k_tiles, variant.width // TILE_ROWS // variant.share_w)
     out_map = x_map  # not used
     if not swiglu and (num_outputs | ld_out) % 4 == 0:  # a TMA store; its map counts bf16, two for each float
         out_map = TensorMap2D(out, num_rows, 2 * num_outputs, ld_out * 4, _STORE_ROWS)
     return Launch(
         module="gemm_prefill",
-        kernel=f"gemm_prefill_{epilogue}_n{plan.width}" + (f"_c{plan.cluster}" if plan.cluster > 1 else ""),
+        kernel=f"gemm_prefill_{epilogue}_{variant.suffix}",
         grid=(plan.blocks, 1, 1),
         block=(_THREADS, 1, 1),
         arguments=(
             CommonArgument(op, layer), x_map, w_map, out_map, address(out), _i32(num_rows), _i32(num_outputs),
             _i32(k_pad), _i32(ld_out),
         ),
-        shared_bytes=plan.shared_bytes,
-        cluster=plan.cluster,
+        shared_bytes=variant.shared_bytes,
+        cluster=variant.cluster,
     )  # fmt: skip
 
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _round_up(a: int, b: int) -> int:
-    return _ceil(a, b) * b

@@ -44,6 +44,10 @@ __device__ __forceinline__ uint32_t atomic_add_ordered(uint32_t* p, uint32_t val
     return old;
 }
 
+// Until wait_for_previous, this thread reads what an earlier kernel may still be writing: it must check again afterwards. For
+// the emulator, which takes such reads for errors.
+__device__ __forceinline__ void speculate() {}
+
 // ---- asynchronous copies, sm_80 --------------------------------------------------------------------------------------
 // 16 bytes global -> shared; bytes beyond `valid` (0..16) are zero and not read.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid = 16) {
@@ -104,6 +108,13 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, int parity) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    return done != 0;
+}
+// The same without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* bar, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
     return done != 0;
 }
@@ -190,6 +201,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// The same; `d` are accumulators that may be read after it, not before.
+template <int PENDING, int N> __device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
+    wgmma_wait<PENDING>();
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 template <int REGISTERS> __device__ __forceinline__ void registers_raise() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> __device__ __forceinline__ void registers_lower() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 #endif

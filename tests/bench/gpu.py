@@ -3,8 +3,9 @@
     python -m tests.bench.gpu [--model DIR] [--peer-python PYTHON] [--without-peer]
 
 Without --model it makes the 8B-shaped checkpoint of tests/bench/llama8b.py in a temporary directory (16 GB). Parts:
-engine (decode, prefill, copy bandwidth), server (start to ready from the page cache; 64 SSE streams and what the GPU
-waited for the host between two decode steps), peer (compiled transformers). The targets are design.md's.
+copy (bandwidth), engine (bench_cuda.py: decode and prefill, with the share of the ceiling: weights, keys and values
+that a step must read, over that bandwidth), server (start to ready from the page cache; 64 SSE streams and what the GPU
+waited for the host between two decode steps), peer (compiled transformers).
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from tests.serving import MODEL, Server
 
 RESULTS = ROOT / "tests/bench/results"
 STREAMS = 64
+WEIGHTS_READ = 2 * (128256 * 4096 + 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096))
+"""Bytes of matrices that a decode step of the 8B shape reads (the embedding is a gather)."""
+
+CONTEXT_GROWTH = 50  # tokens that a sequence has grown by, about half way through the measured steps
 
 
 def card() -> dict[str, str]:
@@ -63,7 +68,13 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "card": card(), "commit": _commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
     }  # fmt: skip
-    result["engine"] = run(sys.executable, "-m", "tests.bench.gpu_engine", model, "--json")
+    result["copy"] = run(sys.executable, "-m", "tests.bench.gpu_copy")
+    result["engine"] = run(sys.executable, "-m", "tests.bench.bench_cuda", "--json")
+    for decode in result["engine"]["decode"]:
+        tokens = decode["batch"] * (decode["context"] + CONTEXT_GROWTH)
+        must_read = WEIGHTS_READ + tokens * result["engine"]["kv_bytes_per_token"]
+        ideal_ms = must_read / result["copy"]["bytes_per_second"] * 1e3
+        decode["ideal_ms"], decode["share_of_ceiling"] = round(ideal_ms, 4), round(ideal_ms / decode["wall_ms"], 4)
     result["server"] = asyncio.run(serve(model))
     if not args.without_peer:
         result["peer"] = run(

@@ -21,7 +21,7 @@ import numpy as np
 from engine.sampler import SampleState
 from kernels.attention import AttentionShape
 from kernels.gemm import gemm_launch, portable_launch
-from kernels.gemm_prefill import CLUSTERS, WIDTHS, prefill_launch, variant_plan
+from kernels.gemm_prefill import VARIANTS, Variant, prefill_launch, variant_plan
 from kernels.sampler import SamplerShape
 from tests.gpu.device import Gpu, GpuBuffer, GpuDevice
 from tests.kernels import cases_attention, cases_gemm, cases_rows, cases_sampler, cases_step_prepare
@@ -66,16 +66,16 @@ def gemm_cases() -> Iterator[tuple[str, Case]]:
                 f"gemm {epilogue} M={m}",
                 same_bits(m, 76, 200, epilogue, lambda d, _: {"planned": functools.partial(gemm_launch, d.executor)}),
             )
-        for width in WIDTHS:
-            for cluster in CLUSTERS:
+        for variant in VARIANTS:
 
-                def make(device: GpuDevice, problem: Any, w: int = width, c: int = cluster) -> dict[str, Any]:
-                    if device.executor.path != "hopper":
-                        return {}
-                    plan = variant_plan(w, c, problem.shape["num_rows"], problem.shape["num_outputs"], 4)
-                    return {f"n{w}_c{c}": functools.partial(prefill_launch, plan)}
+            def make(device: GpuDevice, problem: Any, variant: Variant = variant) -> dict[str, Any]:
+                if device.executor.path != "hopper":
+                    return {}
+                plan = variant_plan(variant, problem.shape["num_rows"], problem.shape["num_outputs"], 4)
+                return {variant.suffix: functools.partial(prefill_launch, plan)}
 
-                yield f"prefill gemm {epilogue} {width} {cluster}", same_bits(200, 2 * width + 6, 136, epilogue, make)
+            n = 2 * variant.width * variant.share_x + 6
+            yield f"prefill gemm {epilogue} {variant.suffix}", same_bits(200, n, 136, epilogue, make)
 
 
 def attention_cases() -> Iterator[tuple[str, Case]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.gemm import Epilogue, portable_launch
-from kernels.gemm_prefill import CLUSTERS, WIDTHS, prefill_launch, prefill_plan, variant_plan
+from kernels.gemm_prefill import VARIANTS, prefill_launch, prefill_plan, variant_plan
 from tests.gpu.device import GpuDevice
 from tests.kernels.cases_gemm import Launcher, Problem, check_same_bits
 
@@ -21,7 +21,7 @@ def launchers(problem: Problem, num_multiprocessors: int) -> dict[str, Launcher]
     """All variants with that many blocks at most, the planned one, and the portable kernel."""
     shape = problem.shape
     m, n, k_pad = shape["num_rows"], shape["num_outputs"], shape["k_pad"]
-    plans = {f"n{w}_c{c}": variant_plan(w, c, m, n, num_multiprocessors) for w in WIDTHS for c in CLUSTERS}
+    plans = {variant.suffix: variant_plan(variant, m, n, num_multiprocessors) for variant in VARIANTS}
     plans["planned"] = prefill_plan(m, n, k_pad, num_multiprocessors)
     return {
         **{name: functools.partial(prefill_launch, plan) for name, plan in plans.items()},

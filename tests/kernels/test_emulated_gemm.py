@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_decode_and_portable_are_right_and_agree(epilogue: Epilogue, m: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m", range(1, 68))
+@pytest.mark.parametrize("m", range(1, 68) if os.environ.get("APPLIANCE_FULL") == "1" else (5, 24, 48, 66))
 def test_every_number_of_rows(m: int) -> None:
     rng = np.random.default_rng(m)
     for epilogue in EPILOGUES:
@@ -81,9 +82,9 @@ def test_every_number_of_rows(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [3, 16, 30, 61])
-@pytest.mark.parametrize("k", [1, 64, 65, 128, 192, 576])
+@pytest.mark.parametrize("k", [1, 65, 192, 576])
 def test_decode_bits_do_not_depend_on_the_plan(m: int, k: int) -> None:
-    """Teams, variant, look-ahead, number of blocks: rings that wrap and rings that never do, blocks with one tile more,
+    """Teams, variant, stages, number of blocks: rings that wrap and rings that never do, blocks with one tile more,
     passes that leave teams without a tile."""
     rng = np.random.default_rng(m * 1000 + k)
     problem = Problem.random(rng, "f32", m, 16 * 13 - 5, k)
@@ -93,10 +94,9 @@ def test_decode_bits_do_not_depend_on_the_plan(m: int, k: int) -> None:
         {
             "portable": portable_launch,
             "one block": planned(1),
-            "uneven": planned(4, ahead=1),
-            "one team": planned(3, teams=1, ahead=0),
-            "wide": planned(2, ahead=1000),
-            "two passes": planned(2, teams=4, ahead=3),
+            "uneven": planned(4, stages=3),
+            "one team": planned(3, teams=1, stages=2),
+            "two passes": planned(2, teams=4),
             "a tile a block": planned(132),
         },
     )
@@ -160,22 +160,14 @@ def test_shapes_no_kernel_takes(change: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize("num_multiprocessors", [1, 4, 78, 114, 132, 148])
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 def test_plans_fit_the_machine(m: int, num_multiprocessors: int) -> None:
-    """The rings of two kernels side by side on a multiprocessor (228 KB, 1 KB of each block's the system's), no more
-    threads than the kernel's launch bound, and no block with more tiles than it must have."""
-    shapes = [
-        (6144, 4096),
-        (4096, 4096),
-        (28672, 4096),
-        (4096, 14336),
-        (128256, 4096),
-        (960, 576),
-        (49152, 576),
-        (16, 64),
-    ]
-    for n, k in shapes:
+    """What a block may have (227 KB, with some left for the small kernels beside it), no more threads than the
+    kernel's launch bound, and no block with more tiles than it must have."""
+    llama = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+    for n, k in [*llama, (960, 576), (49152, 576), (16, 64)]:
         plan = decode_plan(m, n, k, num_multiprocessors)
         tiles = -(-n // 16)
-        assert plan.shared_bytes <= 124 * 1024, (n, k, plan)
-        assert plan.threads <= 256
+        assert plan.shared_bytes <= 200 * 1024, (n, k, plan)
+        assert plan.threads <= 384
+        assert plan.stages >= 2
         assert plan.blocks <= num_multiprocessors
         assert -(-tiles // plan.blocks) == -(-tiles // num_multiprocessors)

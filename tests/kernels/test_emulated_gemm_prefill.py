@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 
 from kernels.gemm import Epilogue, portable_launch
-from kernels.gemm_prefill import CLUSTERS, WIDTHS, prefill_launch, variant_plan
+from kernels.gemm_prefill import VARIANTS, Variant, prefill_launch, variant_plan
 from tests.kernels.cases_gemm import Launcher, Problem, check_same_bits
 from tests.kernels.test_emulated_gemm import EPILOGUES, EmulatedDevice
 
 MULTIPROCESSORS = 4  # few, so that a block has several tiles
 
 
-def variant(width: int, cluster: int, problem: Problem) -> Launcher:
+def launcher(variant: Variant, problem: Problem) -> Launcher:
     shape = problem.shape
-    plan = variant_plan(width, cluster, shape["num_rows"], shape["num_outputs"], MULTIPROCESSORS)
+    plan = variant_plan(variant, shape["num_rows"], shape["num_outputs"], MULTIPROCESSORS)
     return functools.partial(prefill_launch, plan)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_variants(width: int, epilogue: Epilogue, cluster: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.suffix)
+def test_variants(variant: Variant, epilogue: Epilogue) -> None:
     """Several tiles a block, ragged in M, N and K: the portable kernel's bits, within the bound of float64."""
-    rng = np.random.default_rng(width * 10 + cluster)
+    width = variant.width * variant.share_x
+    rng = np.random.default_rng(width * 10 + variant.cluster)
     m, n, k = int(rng.integers(130, 300)), int(rng.integers(width + 1, 2 * width)) // 2 * 2, int(rng.integers(1, 300))
     problem = Problem.random(rng, epilogue, m, n, k)
     device = EmulatedDevice("hopper", seed=int(rng.integers(4)))
-    check_same_bits(device, problem, {"prefill": variant(width, cluster, problem), "portable": portable_launch})
+    check_same_bits(device, problem, {"prefill": launcher(variant, problem), "portable": portable_launch})
 
 
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 128, 129, 200, 257])
@@ -39,5 +39,5 @@ def test_rows(m: int) -> None:
     for epilogue in EPILOGUES:
         problem = Problem.random(rng, epilogue, m, int(rng.integers(10, 70)) * 2, int(rng.integers(1, 130)))
         device = EmulatedDevice("hopper", seed=int(rng.integers(4)))
-        launchers = {f"c{cluster}": variant(64, cluster, problem) for cluster in CLUSTERS}
+        launchers = {v.suffix: launcher(v, problem) for v in VARIANTS if v.width <= 128}
         check_same_bits(device, problem, {**launchers, "portable": portable_launch})

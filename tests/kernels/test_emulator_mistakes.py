@@ -34,7 +34,10 @@ def outputs(kernel: str, size: int, dtype: Any = np.int32, **more: Any) -> list[
     return results
 
 
-@pytest.mark.parametrize(("kernel", "size", "block"), [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)])
+@pytest.mark.parametrize(
+    ("kernel", "size", "block"),
+    [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)],
+)
 def test_missing_barriers_show(kernel: str, size: int, block: int) -> None:
     results = outputs(kernel, size, block=block)
     thread = np.arange(block) ^ (1 if kernel == "no_syncwarp" else 33)
@@ -48,7 +51,10 @@ def test_order_of_blocks_shows() -> None:
 
 
 def test_shared_memory_starts_as_poison() -> None:
-    assert all(np.isnan(np.frombuffer(result, np.float32)).all() for result in outputs("no_initialisation", 64, np.float32, block=64))
+    assert all(
+        np.isnan(np.frombuffer(result, np.float32)).all()
+        for result in outputs("no_initialisation", 64, np.float32, block=64)
+    )
 
 
 @pytest.mark.parametrize("wait", [0, 1, 2])
@@ -80,7 +86,15 @@ def test_wrong_meetings_are_errors(kernel: str, block: int, message: str, seed: 
         run(ex, kernel, *arguments, block=block)
 
 
-@pytest.mark.parametrize(("at", "message"), [(99, None), (100, "byte 100 of 100"), (1023, "byte 1023 of 100"), (1024, "access past the end of dynamic shared memory: byte 1024")])
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (99, None),
+        (100, "byte 100 of 100"),
+        (1023, "byte 1023 of 100"),
+        (1024, "access past the end of dynamic shared memory: byte 1024"),
+    ],
+)
 def test_overrun_of_dynamic_shared_memory(at: int, message: str | None) -> None:
     if message is None:
         return run(executor(), "shared_overrun", np.int32(at), block=1, shared_bytes=100)
@@ -156,7 +170,9 @@ def test_missing_mbarrier_wait_shows(mistake: int) -> None:
     assert np.array_equal(out, np.full(32, -1))
 
 
-@pytest.mark.parametrize(("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")])
+@pytest.mark.parametrize(
+    ("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")]
+)
 def test_wgmma_mistakes(mistake: int, message: str | None) -> None:
     ex = executor()
     out = ex.array(128, np.float32)
@@ -185,3 +201,49 @@ def test_division_by_zero() -> None:
     ex = executor()
     with pytest.raises(EmulationError, match="division by zero"):
         run(ex, "divide", ex.array(1, np.int32), np.int32(0))
+
+
+def chain(ex: EmulatedExecutor, kernel: str, mode: int, dependent: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """`produce` fills one array, `kernel` reads it and a constant one and writes a third."""
+    constant, middle, out = (ex.array(4096, np.int32) for _ in range(3))
+    constant[:] = 5
+    run(ex, "produce", middle, grid=64, block=64)
+    arguments = [CommonArgument(op=3), *(address(item.ctypes.data) for item in (constant, middle, out)), np.int32(mode)]
+    ex.run(Launch("mistakes", kernel, (64, 1, 1), (64, 1, 1), tuple(arguments), dependent=dependent))
+    return out, np.arange(4096) + 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (0, None),  # waits first, but for the constant
+        (1, "before ptx::wait_for_previous: reads or writes 0x.* that an earlier launch writes"),
+        (2, "before ptx::wait_for_previous: writes 0x.* an earlier launch may still read"),
+        (3, "reads or writes 0x.* that an earlier launch writes"),  # a cp.async issued too early
+        (4, "no thread calls ptx::wait_for_previous|before ptx::wait_for_previous"),
+    ],
+)
+def test_dependent_launches(mode: int, message: str | None, seed: int) -> None:
+    ex = executor(seed)
+    if message is not None:
+        with pytest.raises(EmulationError, match=message):
+            chain(ex, "consume", mode)
+    else:
+        got, want = chain(ex, "consume", mode)
+        assert np.array_equal(got, want)
+    got, want = chain(executor(seed), "consume", mode, dependent=False)
+    assert np.array_equal(got, want)
+    got, want = chain(EmulatedExecutor("portable", seed, sources=[CASES]), "consume", mode)
+    assert np.array_equal(got, want)
+
+
+def test_synchronize_ends_earlier_launches() -> None:
+    ex = executor()
+    weights, middle, out = (ex.array(4096, np.int32) for _ in range(3))
+    run(ex, "produce", weights, grid=64, block=64)
+    with pytest.raises(EmulationError, match="an earlier launch writes"):
+        run(ex, "consume", weights, middle, out, np.int32(0), grid=64, block=64)
+    ex.synchronize()
+    run(ex, "consume", weights, middle, out, np.int32(0), grid=64, block=64)
+    assert np.array_equal(out, np.arange(4096))

@@ -4,6 +4,7 @@ cuda_emulator.h stands for the CUDA headers; build.py compiles kernels/<module>.
 """
 
 from tests.kernels.emulator.build import CompileError
-from tests.kernels.emulator.executor import EmulatedExecutor, EmulationError, guarded_array
+from tests.kernels.emulator.executor import EmulatedExecutor, EmulationError
+from tests.kernels.emulator.memory import guarded_array
 
 __all__ = ["CompileError", "EmulatedExecutor", "EmulationError", "guarded_array"]

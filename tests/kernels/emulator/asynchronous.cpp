@@ -28,6 +28,7 @@ void cp_async(uint32_t shared, const void* global, int valid) {
     if (valid < 0 || valid > 16) fail("cp_async_16 with %d valid bytes", valid);
     if ((uintptr_t)global % 16) fail("cp_async_16 from %p, which is not aligned to 16 bytes", global);
     PendingCopy copy = {shared_pointer(shared, 16, 16), global, nullptr, 0, 0, (uint32_t)valid, 0};
+    touch_source(global, copy.valid);
     if (happens_now()) load(copy);
     else current_fiber()->loads.push(copy);
 }
@@ -127,6 +128,7 @@ struct BulkCopy {
     const TensorMap* map;
     uint32_t bytes;
     int x, y;
+    bool speculative;
 };
 
 constexpr uint32_t MAX_IN_FLIGHT = 16384;
@@ -161,6 +163,7 @@ void deliver(uint32_t index) {
     memmove(in_flight + index, in_flight + index + 1, (--num_in_flight - index) * sizeof(BulkCopy));
     Mbarrier* state = mbarrier_at(copy.block, copy.bar);
     uint8_t* target = shared_pointer_of(copy.block, copy.shared, copy.bytes, 16);
+    if (copy.speculative) allow_speculation(true);
     if (copy.map == nullptr) memcpy(target, copy.global, copy.bytes);
     else
         for_box(*copy.map, copy.x, copy.y, copy.shared, [&](const uint8_t* global, uint32_t shared, size_t bytes) {
@@ -168,11 +171,13 @@ void deliver(uint32_t index) {
             if (global == nullptr) memset(place, 0, bytes);
             else memcpy(place, global, bytes);
         });
+    if (copy.speculative) allow_speculation(false);
     state->bytes -= (int32_t)copy.bytes;
     advance(copy.block, copy.bar);
 }
 
 void start(BulkCopy copy, uint32_t alignment, uint32_t ranks) {
+    copy.speculative = current_fiber()->speculates;
     for (uint32_t rank = 0; rank < 32; rank++) {
         if (ranks != 0 && !(ranks >> rank & 1)) continue;
         copy.block = block_of_rank(ranks == 0 ? OWN_RANK : rank);
@@ -203,18 +208,18 @@ void deliver_some() {
 void bulk_copy(void* shared, const void* global, int bytes, uint64_t* bar, uint32_t ranks) {
     if (bytes <= 0 || bytes % 16) fail("bulk_copy of %d bytes: must be a positive multiple of 16", bytes);
     if ((uintptr_t)global % 16) fail("bulk_copy from %p, which is not aligned to 16 bytes", global);
-    start({nullptr, shared_address(shared), shared_address(bar), global, nullptr, (uint32_t)bytes, 0, 0}, 16, ranks);
+    start({nullptr, shared_address(shared), shared_address(bar), global, nullptr, (uint32_t)bytes, 0, 0, false}, 16, ranks);
 }
 
 void tma_load_2d(void* shared, const TensorMap* map, int x, int y, uint64_t* bar, uint32_t ranks) {
     if (map->tiles) fail("tma_load_2d from a map of tiles");
     uint32_t bytes = (uint32_t)map->box_rows * 128;
-    start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, bytes, x, y}, 128, ranks);
+    start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, bytes, x, y, false}, 128, ranks);
 }
 
 void tma_load_tiles(void* shared, const TensorMap* map, int k_tile, int row_tile, uint64_t* bar, uint32_t ranks) {
     if (!map->tiles || k_tile < 0 || row_tile < 0) fail("tma_load_tiles of tile (%d, %d): not a map of tiles, or before its start", row_tile, k_tile);
-    start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, (uint32_t)map->box_rows * 2048, k_tile, row_tile}, 128, ranks);
+    start({nullptr, shared_address(shared), shared_address(bar), nullptr, map, (uint32_t)map->box_rows * 2048, k_tile, row_tile, false}, 128, ranks);
 }
 
 static void store_box(const PendingCopy& copy) {

@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 KERNELS = ROOT / "kernels"
-RUNTIME = ("runtime.cpp", "memory.cpp", "report.cpp", "asynchronous.cpp", "tensor_cores.cpp")
+RUNTIME = ("runtime.cpp", "memory.cpp", "report.cpp", "asynchronous.cpp", "tensor_cores.cpp", "dependent.cpp")
 
 # No contraction: as nvcc -fmad=false. Wrapping and aliasing as on the device, where both are harmless.
 FLAGS = (

@@ -16,8 +16,9 @@ inline uint64_t global_timer() {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 inline uint32_t shared_address(const void* p) { return emulator::shared_address(p); }
-inline void launch_dependents() {}
-inline void wait_for_previous() {}
+inline void launch_dependents() { emulator::launch_dependents(); }
+inline void speculate() { emulator::speculate(); }
+inline void wait_for_previous(EMULATOR_SITE) { emulator::wait_for_previous(file, line); }
 
 // ---- asynchronous copies, sm_80
 inline void cp_async_16(uint32_t shared, const void* global, int valid = 16) { emulator::cp_async(shared, global, valid); }
@@ -64,6 +65,7 @@ inline void mbarrier_arrive(uint64_t* bar) { emulator::mbarrier_arrive(bar, 1, 0
 inline void mbarrier_arrive_expect(uint64_t* bar, int bytes) { emulator::mbarrier_arrive(bar, 1, bytes); }
 inline void mbarrier_expect(uint64_t* bar, int bytes) { emulator::mbarrier_arrive(bar, 0, bytes); }
 inline void mbarrier_wait(uint64_t* bar, int parity, EMULATOR_SITE) { emulator::mbarrier_wait(bar, parity, file, line); }
+inline bool mbarrier_test_wait(uint64_t* bar, int parity) { return emulator::mbarrier_done(bar, parity); }
 inline bool mbarrier_try_wait(uint64_t* bar, int parity) {
     if (!emulator::mbarrier_done(bar, parity)) emulator::yield();
     return emulator::mbarrier_done(bar, parity);
@@ -114,6 +116,7 @@ inline uint64_t wgmma_descriptor(uint32_t shared) {
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::wgmma_commit(); }
 template <int PENDING> inline void wgmma_wait() { emulator::wgmma_wait(PENDING); }
+template <int PENDING, int N> inline void wgmma_wait(float (&)[N]) { emulator::wgmma_wait(PENDING); }
 template <int REGISTERS> inline void registers_raise() {}
 template <int REGISTERS> inline void registers_lower() {}
 template <int N> inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate = 1, EMULATOR_SITE) {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,36 @@ import numpy.typing as npt
 
 from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, TileMap
 from tests.kernels.emulator.build import KERNELS, CompileError, build
+from tests.kernels.emulator.memory import Region, guarded_array, regions
 
 ERROR_RING_ENTRIES = 256
 ERROR_ENTRY = np.dtype(
-    [("code", "<u4"), ("op", "<u4"), ("layer", "<i4"), ("head", "<i4"), ("slot", "<i4"), ("position", "<i4"), ("value", "<i4"), ("sm", "<u4")]
+    [
+        ("code", "<u4"),
+        ("op", "<u4"),
+        ("layer", "<i4"),
+        ("head", "<i4"),
+        ("slot", "<i4"),
+        ("position", "<i4"),
+        ("value", "<i4"),
+        ("sm", "<u4"),
+    ]
 )  # kernels/common.cuh:ErrorEntry
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
 DELIVERIES = {"late": 0, "early": 1, "random": 2}
-PAGE = mmap.PAGESIZE
 
 
 class EmulationError(Exception):
     """A kernel did what it must not do: deadlock, access outside its memory, misuse of a barrier ..."""
+
+
+class _RegionRecord(ctypes.Structure):  # internal.h:Region
+    _fields_ = [
+        ("start", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("written", ctypes.c_uint32),
+        ("written_now", ctypes.c_uint32),
+    ]
 
 
 class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
@@ -40,8 +58,11 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("order", ctypes.c_uint32),
         ("delivery", ctypes.c_uint32),
         ("num_multiprocessors", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("regions", ctypes.c_void_p),
+        ("num_regions", ctypes.c_uint32),
+        ("begins_late", ctypes.c_uint32),
     ]
 
 
@@ -71,25 +92,6 @@ class _Library:
 
 
 _libraries: dict[tuple[Path, bool, tuple[Path, ...]], _Library] = {}
-
-
-def guarded_array(shape: int | tuple[int, ...], dtype: npt.DTypeLike, fill: int | None = None) -> npt.NDArray[Any]:
-    """An array that ends (to 16 bytes) where an unreadable page begins: reading or writing past it is an error. Filled
-    with bytes of value `fill`, else with zeros."""
-    kind = np.dtype(dtype)
-    count = int(np.prod(shape))
-    used = max(16, -(-count * kind.itemsize // 16) * 16)
-    pages = -(-used // PAGE)
-    region = mmap.mmap(-1, (pages + 2) * PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for address in (start, start + (pages + 1) * PAGE):
-        if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-    array = np.frombuffer(region, dtype=kind, count=count, offset=(pages + 1) * PAGE - used).reshape(shape)
-    if fill is not None:
-        array.view(np.uint8)[...] = fill
-    return array
 
 
 class EmulatedExecutor:
@@ -123,6 +125,7 @@ class EmulatedExecutor:
         self.slot_errors = np.zeros(max_slots + 1, np.uint32)
         self.trace: npt.NDArray[np.uint64] | None = None  # set it to an array to stamp the start of each launch
         self.trace_index = 0
+        self._written: weakref.WeakSet[Region] = weakref.WeakSet()  # by launches that may still run
         self._ring = np.zeros(8 + ERROR_RING_ENTRIES * 8, np.uint32)
 
     @property
@@ -146,15 +149,21 @@ class EmulatedExecutor:
         fit the kernel's parameters or launch bounds."""
         library = self._library(launch.module)
         if launch.kernel not in library.kernels:
-            raise ValueError(f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}")
+            raise ValueError(
+                f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}"
+            )
         packed = self._pack(launch, library.signature(launch.kernel))
         bound = library.max_threads(launch.kernel)
         if bound and int(np.prod(launch.block)) > bound:
-            raise ValueError(f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})")
+            raise ValueError(
+                f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})"
+            )
         if any(extent < 1 for extent in (*launch.grid, *launch.block)) or max(launch.grid[1:]) > 65535:
             raise ValueError(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
         if launch.grid[0] % launch.cluster:
-            raise ValueError(f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks")
+            raise ValueError(
+                f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks"
+            )
         pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(item) for item in packed))
         record = _LaunchRecord(
             arguments=ctypes.addressof(pointers),
@@ -166,8 +175,28 @@ class EmulatedExecutor:
             delivery=DELIVERIES[self.delivery],
             num_multiprocessors=self.num_multiprocessors,
             seed=self.seed & (2**64 - 1),
+            dependent=launch.dependent and self.path == "hopper",
         )
-        library.run(launch.kernel, record)
+        self._run_on_regions(library, launch.kernel, record)
+
+    def synchronize(self) -> None:
+        """All launches so far have ended, as after cuStreamSynchronize: later ones may read what they wrote before
+        ptx::wait_for_previous."""
+        self._written.clear()
+
+    def _run_on_regions(self, library: _Library, kernel: str, record: _LaunchRecord) -> None:
+        """See dependent.cpp. Only memory from guarded_array is watched; the trace is written at the very start."""
+        watched = [region for region in regions() if self.trace is None or not region.holds(self.trace.ctypes.data)]
+        if not record.dependent:
+            self._written.clear()
+        table = (_RegionRecord * max(1, len(watched)))()
+        for row, region in zip(table, watched, strict=False):
+            row.start, row.bytes, row.written = region.start, region.nbytes, region in self._written
+        record.regions, record.num_regions = ctypes.addressof(table), len(watched)
+        library.run(kernel, record)
+        now = [region for row, region in zip(table, watched, strict=False) if row.written_now]
+        before = () if record.begins_late else tuple(self._written)
+        self._written = weakref.WeakSet((*before, *now))
 
     def _library(self, module: str) -> _Library:
         source = next((folder / f"{module}.cu" for folder in self.sources if (folder / f"{module}.cu").exists()), None)
@@ -180,12 +209,16 @@ class EmulatedExecutor:
 
     def _pack(self, launch: Launch, signature: list[str]) -> list[Any]:
         if len(launch.arguments) != len(signature):
-            raise ValueError(f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}")
+            raise ValueError(
+                f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}"
+            )
         packed = []
         for index, (argument, expected) in enumerate(zip(launch.arguments, signature, strict=True)):
             data, given = self._encode(argument)
             if given != expected and (given, expected) != ("i8", "p8"):
-                raise ValueError(f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}")
+                raise ValueError(
+                    f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}"
+                )
             packed.append(_aligned_buffer(data))
         return packed
 
@@ -193,7 +226,15 @@ class EmulatedExecutor:
         """Bytes, and kind and size as cuda_export.h:describe."""
         if isinstance(argument, CommonArgument):
             trace = 0 if self.trace is None else self.trace.ctypes.data
-            fields = (self._ring.ctypes.data, self.slot_errors.ctypes.data, trace, self.trace_index, argument.layer, argument.op, 0)
+            fields = (
+                self._ring.ctypes.data,
+                self.slot_errors.ctypes.data,
+                trace,
+                self.trace_index,
+                argument.layer,
+                argument.op,
+                0,
+            )
             self.trace_index += self.trace is not None
             return struct.pack("<QQQiiII", *fields), "s40"
         if isinstance(argument, TensorMap2D):
@@ -203,10 +244,19 @@ class EmulatedExecutor:
         if isinstance(argument, TileMap):
             if argument.address % 16 or not 1 <= argument.box_tiles <= 16:
                 raise ValueError(f"{argument}: the address must be a multiple of 16, box_tiles 1 to 16")
-            fields = (argument.address, argument.row_tiles, argument.k_tiles, argument.k_tiles * 2048, argument.box_tiles, 1)
+            fields = (
+                argument.address,
+                argument.row_tiles,
+                argument.k_tiles,
+                argument.k_tiles * 2048,
+                argument.box_tiles,
+                1,
+            )
             return struct.pack("<Qqqqii80x", *fields), "s128"
         if not isinstance(argument, np.generic):
-            raise ValueError(f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap")
+            raise ValueError(
+                f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap"
+            )
         kind = {"i": "i", "u": "i", "f": "f", "b": "i", "V": "s"}[argument.dtype.kind]
         return argument.tobytes(), f"{kind}{argument.dtype.itemsize}"
 

@@ -13,6 +13,13 @@ enum Order : uint32_t { ORDER_FORWARD, ORDER_REVERSE, ORDER_SHUFFLED };
 // once, or at some moment between.
 enum Delivery : uint32_t { DELIVER_LATE, DELIVER_EARLY, DELIVER_RANDOM };
 
+struct Region {  // of device memory, whole pages; executor.py packs it
+    uint8_t* start;
+    uint64_t bytes;
+    uint32_t written;      // by launches that may still run
+    uint32_t written_now;  // by this one
+};
+
 struct Launch {  // executor.py packs it
     void (*invoke)(void** arguments);
     void** arguments;
@@ -20,8 +27,11 @@ struct Launch {  // executor.py packs it
     uint32_t shared_bytes, cluster;
     Order order;
     Delivery delivery;
-    uint32_t num_multiprocessors, pad;
+    uint32_t num_multiprocessors, dependent;
     uint64_t seed;
+    Region* regions;
+    uint32_t num_regions;
+    uint32_t begins_late;  // out: the next launch cannot begin before the one before this has ended
 };
 
 struct Barrier {
@@ -32,6 +42,7 @@ struct Barrier {
 // A block of the cluster that runs. Its threads are fibers[rank * MAX_THREADS ...].
 struct BlockState : Block {
     uint32_t num_live;
+    bool lets_next_begin;  // has called launch_dependents
     Fiber* fibers;
     uint8_t* dynamic;  // ends at an unreadable page
     uint8_t* statics;  // its static arrays while another block of the cluster has the thread-local ones
@@ -62,7 +73,7 @@ struct CopyQueue {  // of one thread; groups are numbered by commits
 struct Fiber : Thread {
     Context context;
     uint8_t* stack;
-    bool exited;
+    bool exited, speculates;
     Wait wait;
     const char* file;  // where it waits
     int line;
@@ -116,6 +127,15 @@ void reset_copies();
 void check_copies_of(Fiber* fiber);   // that returns
 const char* copies_trouble();  // after a cluster
 void mbarrier_describe(const Fiber& waiter, char* out, size_t size);
+
+// ---- dependent.cpp
+void begin_dependent_launch();
+void begin_dependent_cluster();
+bool previous_ends();  // true: threads waited for it, and go on
+void allow_speculation(bool on);
+void touch_source(const void* global, uint32_t bytes);
+bool fault_in_region(uintptr_t address);
+const char* end_dependent_launch();
 
 // ---- tensor_cores.cpp
 void reset_tensor_cores();

@@ -79,10 +79,11 @@ void prepare_rank(uint32_t rank) {
 }
 
 void handle_fault(int signal_number, siginfo_t* info, void*) {
-    sigset_t set;
+    sigset_t set;  // fail does not come back here
     sigemptyset(&set);
     sigaddset(&set, signal_number);
     sigprocmask(SIG_UNBLOCK, &set, nullptr);
+    if (signal_number == SIGSEGV && fault_in_region((uintptr_t)info->si_addr)) return;
     if (signal_number == SIGFPE) fail("integer division by zero, or its result does not fit");
     uintptr_t address = (uintptr_t)info->si_addr;
     for (uint32_t rank = 0; rank < launch.cluster; rank++) {

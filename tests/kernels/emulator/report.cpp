@@ -12,7 +12,7 @@ char message[8192];
 
 const char* name_of(Wait wait) {
     static const char* const names[] = {"nothing", "__syncwarp", "a shuffle", "a vote", "__match", "__reduce", "ldmatrix",
-                                        "mma", "a barrier", "an mbarrier", "a cluster barrier", "wgmma"};
+                                        "mma", "a barrier", "an mbarrier", "a cluster barrier", "wgmma", "wait_for_previous"};
     return names[wait];
 }
 

@@ -31,7 +31,7 @@ struct {
 
 Fiber* next_ready() {
     while (ready_count == 0)
-        if (!deliver_one()) deadlock();
+        if (!deliver_one() && !previous_ends()) deadlock();
     if (launch.order == ORDER_SHUFFLED) {
         uint32_t other = (ready_head + random_below(ready_count)) & (RING - 1);
         uint16_t chosen = ready[other];
@@ -107,7 +107,7 @@ void prepare_fiber(BlockState& block, uint32_t linear) {
     fiber.warp->lanes |= 1u << fiber.lane;
     fiber.block = &block;
     fiber.wait = WAIT_NONE;
-    fiber.exited = false;
+    fiber.exited = fiber.speculates = false;
     fiber.loads.count = fiber.loads.groups = fiber.stores.count = fiber.stores.groups = fiber.wgmma_groups = 0;
     fiber.cluster_arrivals = 0;
     // Stacks lie one stride apart: without a shift all their tops would share a few sets of the cache.
@@ -124,6 +124,7 @@ void prepare_block(uint32_t rank, uint32_t linear) {
     block.cluster_rank = rank;
     block.cluster_size = launch.cluster;
     block.num_live = num_threads;
+    block.lets_next_begin = false;
     memset(block.warps, 0, sizeof block.warps);
     memset(block.barriers, 0, sizeof block.barriers);
     for (uint32_t i = 0; i < num_threads; i++) prepare_fiber(block, i);
@@ -135,6 +136,7 @@ void run_cluster(uint32_t index) {
     reset_copies();
     reset_tensor_cores();
     poison_shared();
+    begin_dependent_cluster();
     for (uint32_t rank = 0; rank < launch.cluster; rank++) prepare_block(rank, index * launch.cluster + rank);
     uint32_t total = launch.cluster * num_threads;
     for (uint32_t i = 0; i < total; i++) {
@@ -297,7 +299,7 @@ using namespace emulator;
 extern "C" __attribute__((visibility("default"))) const char* emulator_message() { return message; }
 
 // Runs all blocks of a launch. 0, or 1 and emulator_message says what went wrong.
-extern "C" __attribute__((visibility("default"))) int emulator_run(const Launch* request) {
+extern "C" __attribute__((visibility("default"))) int emulator_run(Launch* request) {
     launch = *request;
     num_threads = launch.block[0] * launch.block[1] * launch.block[2];
     random_state = launch.seed * 0x9E3779B97F4A7C15ull + 0x1234567;
@@ -314,7 +316,14 @@ extern "C" __attribute__((visibility("default"))) int emulator_run(const Launch*
         return 1;
     }
     catch_faults(true);
+    begin_dependent_launch();
     run_grid();
+    const char* trouble = end_dependent_launch();
+    request->begins_late = launch.begins_late;
     catch_faults(false);
+    if (!failed && trouble != nullptr) {
+        failed = true;
+        snprintf(message, sizeof message, "%s", trouble);
+    }
     return failed;
 }

@@ -17,7 +17,7 @@ namespace emulator {
 
 enum Wait : uint8_t {
     WAIT_NONE, WAIT_SYNCWARP, WAIT_SHUFFLE, WAIT_VOTE, WAIT_MATCH, WAIT_REDUCE, WAIT_LDMATRIX, WAIT_MMA, WAIT_BARRIER,
-    WAIT_MBARRIER, WAIT_CLUSTER, WAIT_WGMMA,
+    WAIT_MBARRIER, WAIT_CLUSTER, WAIT_WGMMA, WAIT_PREVIOUS,
 };
 
 struct Warp {
@@ -72,6 +72,12 @@ void yield();  // to any fiber that can run
 
 void cluster_arrive();
 void cluster_wait(const char* file, int line);
+
+
+// ---- dependent.cpp
+void launch_dependents();
+void wait_for_previous(const char* file, int line);
+void speculate();
 
 // ---- memory.cpp
 uint8_t* dynamic_shared();

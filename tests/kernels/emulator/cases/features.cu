@@ -3,6 +3,7 @@
 
 extern "C" __global__ void __launch_bounds__(256) identity(const Common common, int32_t* out, float f, int64_t wide, const __grid_constant__ TensorMap) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
     int threads = blockDim.x * blockDim.y * blockDim.z;
@@ -12,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(256) identity(const Common common, 
 // ---- warps: row i of out (32 columns) is the result of instruction i
 extern "C" __global__ void shuffles(const Common common, const int32_t* in, int32_t* out) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     int lane = threadIdx.x, v = in[lane], row = 0;
     auto put = [&](int value) { out[row++ * 32 + lane] = value; };
     put(__shfl_sync(0xFFFFFFFF, v, 5));
@@ -41,6 +43,7 @@ template <int THREADS> __device__ int block_sum(int v) {  // a static array in a
 }
 extern "C" __global__ void sums(const Common common, const int32_t* in, int32_t* out) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     int sum = block_sum<256>(in[blockIdx.x * 256 + threadIdx.x]);
     if (threadIdx.x >= 64) return;  // __syncthreads goes on without those that have returned
     __syncthreads();
@@ -51,6 +54,7 @@ extern "C" __global__ void sums(const Common common, const int32_t* in, int32_t*
 // The last block to arrive adds up what the others left, as decode attention does.
 extern "C" __global__ void last_block(const Common common, const int32_t* in, int32_t* partial, unsigned* counter, int32_t* out) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     __shared__ bool last;
     int sum = block_sum<64>(in[blockIdx.x * 64 + threadIdx.x]);
     if (threadIdx.x == 0) {
@@ -68,6 +72,7 @@ extern "C" __global__ void last_block(const Common common, const int32_t* in, in
 // Two warps write, two read, in turns: named barriers 1 (full) and 2 (empty), arrivals without waiting.
 extern "C" __global__ void turns(const Common common, int32_t* out, int rounds) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     __shared__ int buffer[64];
     for (int round = 0; round < rounds; round++) {
         if (threadIdx.x < 64) {
@@ -84,6 +89,7 @@ extern "C" __global__ void turns(const Common common, int32_t* out, int rounds) 
 
 extern "C" __global__ void atomics(const Common common, int32_t* i, uint32_t* u, unsigned long long* w) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     int t = blockIdx.x * blockDim.x + threadIdx.x;
     atomicAdd(&i[0], t);
     atomicMax(&i[1], t);
@@ -98,6 +104,7 @@ extern "C" __global__ void atomics(const Common common, int32_t* i, uint32_t* u,
 // ---- asynchronous copies: two stages; row r of in (16 floats) is cut after valid[r] bytes of each 16
 extern "C" __global__ void staged(const Common common, const float* in, const int32_t* valid, float* out, int rows) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     DYNAMIC_SHARED(smem);
     auto fetch = [&](int r) {
         if (r < rows) ptx::cp_async_16(ptx::shared_address(smem + (r % 2) * 64 + threadIdx.x * 16), in + r * 16 + threadIdx.x * 4, valid[r]);
@@ -117,6 +124,7 @@ extern "C" __global__ void staged(const Common common, const float* in, const in
 // ---- tensor cores: d (16, 8) = a (16, 16) b, b (8, 16) as rows of n or, transposed, (16, 8) as rows of k
 extern "C" __global__ void multiply(const Common common, const bf16* a, const bf16* b, float* d, int transposed) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     __shared__ __align__(16) bf16 sa[256], sb[128];
     int lane = threadIdx.x, g = lane / 4, q = lane % 4;
     for (int i = lane; i < 256; i += 32) sa[i] = a[i];
@@ -132,6 +140,7 @@ extern "C" __global__ void multiply(const Common common, const bf16* a, const bf
 }
 extern "C" __global__ void load_transposed(const Common common, const bf16* in, uint16_t* out) {  // four 8 x 8 matrices
     begin_kernel(common);
+    ptx::wait_for_previous();
     __shared__ __align__(16) bf16 tile[256];
     for (int i = threadIdx.x; i < 256; i += 32) tile[i] = in[i];
     __syncwarp();
@@ -145,6 +154,7 @@ extern "C" __global__ void load_transposed(const Common common, const bf16* in, 
 // A box as it lies in shared memory, and back through a store.
 extern "C" __global__ void box(const Common common, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap target, uint16_t* out, int x, int y, int rows) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     DYNAMIC_SHARED(smem);
     __shared__ uint64_t full;
     if (threadIdx.x == 0) {
@@ -168,6 +178,7 @@ extern "C" __global__ void box(const Common common, const __grid_constant__ Tens
 extern "C" __global__ void __launch_bounds__(128) ring(const Common common, const int32_t* in, int32_t* out, int rounds) {
     constexpr int STAGES = 3, COUNT = 96;
     begin_kernel(common);
+    ptx::wait_for_previous();
     DYNAMIC_SHARED(smem);
     __shared__ uint64_t full[STAGES], empty[STAGES];
     if (threadIdx.x == 0)
@@ -193,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(128) ring(const Common common, cons
 // d (64, 32) = a (64, K) b (32, K)^T by wgmma, two stages fed by TMA; A from shared memory or from registers.
 extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common, const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, float* d, int k_blocks, int from_registers) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     DYNAMIC_SHARED(smem);
     __shared__ uint64_t full[2], empty[2];
     if (threadIdx.x == 0)
@@ -233,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common,
 // that a block must hear from all before it writes again.
 extern "C" __global__ void share(const Common common, const int32_t* in, int32_t* out) {
     begin_kernel(common);
+    ptx::wait_for_previous();
     __shared__ __align__(16) int32_t all[4 * 64];
     __shared__ uint64_t full, empty;
     uint32_t rank = ptx::cluster_rank(), size = ptx::cluster_size();
