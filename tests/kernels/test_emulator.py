@@ -38,7 +38,7 @@ def device(ex: EmulatedExecutor, values: np.ndarray) -> np.ndarray:
     return copy
 
 
-def run(ex: EmulatedExecutor, kernel: str, *arguments: Any, grid: Any = ONE, block: int | tuple[int, int, int] = 32, **more: Any) -> None:
+def run(ex: EmulatedExecutor, kernel: str, *arguments: Any, grid: Any = ONE, block: Any = 32, **more: Any) -> None:
     shape = block if isinstance(block, tuple) else (block, 1, 1)
     packed: list[Argument] = [CommonArgument(op=3, layer=2)]
     packed += [address(item.ctypes.data) if isinstance(item, np.ndarray) else item for item in arguments]
@@ -63,7 +63,20 @@ def test_shuffles(ex: EmulatedExecutor) -> None:
     half = np.where(lane < 16, v[lane ^ 1], 2 * v[lane ^ 2])
     mask = sum(1 << i for i in range(32) if v[i] & 1)
     match = [sum(1 << i for i in range(32) if v[i] % 3 == x % 3) for x in v]
-    expected = [v[[5] * 32], v[lane // 8 * 8 + 3], v[lane ^ 16], v[up], v[down], [mask] * 32, match, [v.max()] * 32, [1] * 32, [0] * 32, half, v[lane ^ 1]]
+    expected = [
+        v[[5] * 32],
+        v[lane // 8 * 8 + 3],
+        v[lane ^ 16],
+        v[up],
+        v[down],
+        [mask] * 32,
+        match,
+        [v.max()] * 32,
+        [1] * 32,
+        [0] * 32,
+        half,
+        v[lane ^ 1],
+    ]
     for row, (got, want) in enumerate(zip(out.view(np.uint32), expected, strict=True)):
         assert np.array_equal(got, np.asarray(want, np.uint32)), row
 
@@ -110,7 +123,14 @@ def test_mma(ex: EmulatedExecutor, transposed: int) -> None:
     rng = np.random.default_rng(4)
     a, b = to_bf16(rng.standard_normal((16, 16))), to_bf16(rng.standard_normal((8, 16)))
     out = ex.array((16, 8), np.float32, fill=0xFF)
-    run(ex, "multiply", device(ex, a), device(ex, np.ascontiguousarray(b.T) if transposed else b), out, np.int32(transposed))
+    run(
+        ex,
+        "multiply",
+        device(ex, a),
+        device(ex, np.ascontiguousarray(b.T) if transposed else b),
+        out,
+        np.int32(transposed),
+    )
     want = from_bf16(a).astype(np.float64) @ from_bf16(b).T.astype(np.float64)
     np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
 
@@ -128,7 +148,10 @@ def test_tma_swizzles_and_fills_with_zeros(ex: EmulatedExecutor, x: int, y: int)
     values = np.random.default_rng(5).integers(1, 2**16, (rows, 152)).astype(np.uint16)
     tensor, copy = device(ex, values), ex.array((rows, 152), np.uint16)
     out = ex.array((box, 8, 8), np.uint16, fill=0xEE)
-    maps = [TensorMap2D(tensor.ctypes.data, rows, columns, 304, box), TensorMap2D(copy.ctypes.data, rows, 144, 304, box)]
+    maps = [
+        TensorMap2D(tensor.ctypes.data, rows, columns, 304, box),
+        TensorMap2D(copy.ctypes.data, rows, 144, 304, box),
+    ]
     run(ex, "box", *maps, out, np.int32(x), np.int32(y), np.int32(box), shared_bytes=box * 128)
     padded = np.zeros((rows + 100, 1000), np.uint16)
     padded[50 : 50 + rows, 200 : 200 + columns] = values[:, :columns]
@@ -154,7 +177,9 @@ def test_wgmma(ex: EmulatedExecutor, from_registers: int) -> None:
     a, b = to_bf16(rng.standard_normal((50, 200))), to_bf16(rng.standard_normal((30, 200)))
     out = ex.array((64, 32), np.float32, fill=0xFF)
     keep = [device(ex, a), device(ex, b)]
-    maps = [TensorMap2D(item.ctypes.data, item.shape[0], 200, 400, box) for item, box in zip(keep, (64, 32), strict=True)]
+    maps = [
+        TensorMap2D(item.ctypes.data, item.shape[0], 200, 400, box) for item, box in zip(keep, (64, 32), strict=True)
+    ]
     run(ex, "warpgroup", *maps, out, np.int32(4), np.int32(from_registers), block=160, shared_bytes=2 * 12288)
     want = np.zeros((64, 32))
     want[:50, :30] = from_bf16(a).astype(np.float64) @ from_bf16(b).T.astype(np.float64)
@@ -189,7 +214,12 @@ def test_trace_is_stamped() -> None:
 def test_launches_that_do_not_fit_are_refused() -> None:
     ex = EmulatedExecutor(sources=[CASES])
     out = ex.array(64, np.int32)
-    for bad, message in [((out,), "2 arguments"), ((out, np.int64(1)), "i8.*takes i4"), ((np.int32(1), np.int32(1)), "i4.*takes p8"), ((out, np.float32(1)), "f4.*takes i4")]:
+    for bad, message in [
+        ((out,), "2 arguments"),
+        ((out, np.int64(1)), "i8.*takes i4"),
+        ((np.int32(1), np.int32(1)), "i4.*takes p8"),
+        ((out, np.float32(1)), "f4.*takes i4"),
+    ]:
         with pytest.raises(ValueError, match=message.replace("2 arguments", "takes 3 arguments")):
             run(ex, "turns", *bad, block=128)
     with pytest.raises(ValueError, match="launch_bounds"):
@@ -199,11 +229,13 @@ def test_launches_that_do_not_fit_are_refused() -> None:
 
 
 def test_compile_errors_are_the_compilers(tmp_path: Path) -> None:
-    (tmp_path / "broken.cu").write_text('#include "common.cuh"\nextern "C" __global__ void k(const Common c) { undeclared(); }\n')
+    (tmp_path / "broken.cu").write_text(
+        '#include "common.cuh"\nextern "C" __global__ void k(const Common c) { undeclared(); }\n'
+    )
     ex = EmulatedExecutor(sources=[tmp_path])
     with pytest.raises(CompileError, match=r"broken.cu:2:.*undeclared"):
         ex.run(Launch("broken", "k", ONE, ONE, (CommonArgument(0),)))
-    with pytest.raises(CompileError, match="no absent.cu"):
+    with pytest.raises(CompileError, match=r"no absent\.cu"):
         ex.run(Launch("absent", "k", ONE, ONE, (CommonArgument(0),)))
 
 

@@ -34,7 +34,10 @@ def outputs(kernel: str, size: int, dtype: Any = np.int32, **more: Any) -> list[
     return results
 
 
-@pytest.mark.parametrize(("kernel", "size", "block"), [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)])
+@pytest.mark.parametrize(
+    ("kernel", "size", "block"),
+    [("no_syncthreads", 64, 64), ("no_syncwarp", 32, 32), ("no_second_syncthreads", 128, 64)],
+)
 def test_missing_barriers_show(kernel: str, size: int, block: int) -> None:
     results = outputs(kernel, size, block=block)
     thread = np.arange(block) ^ (1 if kernel == "no_syncwarp" else 33)
@@ -48,7 +51,10 @@ def test_order_of_blocks_shows() -> None:
 
 
 def test_shared_memory_starts_as_poison() -> None:
-    assert all(np.isnan(np.frombuffer(result, np.float32)).all() for result in outputs("no_initialisation", 64, np.float32, block=64))
+    assert all(
+        np.isnan(np.frombuffer(result, np.float32)).all()
+        for result in outputs("no_initialisation", 64, np.float32, block=64)
+    )
 
 
 @pytest.mark.parametrize("wait", [0, 1, 2])
@@ -62,16 +68,28 @@ def test_missing_cp_async_wait_shows(wait: int) -> None:
     assert np.array_equal(out, values)
 
 
+BARRIERS = (
+    r"deadlock in block \(0, 0, 0\).*threads 0-31 wait at named_barrier, barrier 3, 32 of 64 threads there"
+    r" \(mistakes\.cu:\d+\)\s+threads 32-63 wait at __syncthreads"
+)
+SHUFFLE = (
+    "deadlock.*threads 0-7 wait at a shuffle, mask ffffffff, lanes there 000000ff"
+    ".*threads 8-31 wait at __syncwarp, mask ffffffff, lanes there ffffff00"
+)
+RETURNED = r"returns while lanes \w+ of its warp wait for it at a shuffle|names lanes that have returned: 80000000"
+
+
 @pytest.mark.parametrize(
     ("kernel", "block", "message"),
     [
-        ("half_at_barrier", 64, r"deadlock in block \(0, 0, 0\).*threads 0-31 wait at named_barrier, barrier 3, 32 of 64 threads there \(mistakes.cu:\d+\)\s+threads 32-63 wait at __syncthreads"),
-        ("divergent_shuffle", 32, r"deadlock.*threads 0-7 wait at a shuffle, mask ffffffff, lanes there 000000ff.*threads 8-31 wait at __syncwarp"),
-        ("returned_lane", 32, r"returns while lanes \w+ of its warp wait for it at a shuffle|names lanes that have returned: 80000000"),
+        ("half_at_barrier", 64, BARRIERS),
+        ("divergent_shuffle", 32, SHUFFLE),
+        ("returned_lane", 32, RETURNED),
         ("wrong_mask", 32, "does not name the calling lane"),
         ("two_counts", 96, "barrier 1 among (64|96) threads, while others wait at it among (64|96)"),
     ],
-)  # fmt: skip
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_wrong_meetings_are_errors(kernel: str, block: int, message: str, seed: int) -> None:
     ex = executor(seed)
@@ -80,7 +98,15 @@ def test_wrong_meetings_are_errors(kernel: str, block: int, message: str, seed: 
         run(ex, kernel, *arguments, block=block)
 
 
-@pytest.mark.parametrize(("at", "message"), [(99, None), (100, "byte 100 of 100"), (1023, "byte 1023 of 100"), (1024, "access past the end of dynamic shared memory: byte 1024")])
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (99, None),
+        (100, "byte 100 of 100"),
+        (1023, "byte 1023 of 100"),
+        (1024, "access past the end of dynamic shared memory: byte 1024"),
+    ],
+)
 def test_overrun_of_dynamic_shared_memory(at: int, message: str | None) -> None:
     if message is None:
         return run(executor(), "shared_overrun", np.int32(at), block=1, shared_bytes=100)
@@ -110,7 +136,7 @@ def test_misaligned_access() -> None:
 
 def test_overrun_of_a_static_array() -> None:
     ex = executor()
-    with pytest.raises(EmulationError, match="index 32 .*mistakes.cu"):
+    with pytest.raises(EmulationError, match=r"index 32 .*mistakes\.cu"):
         run(ex, "array_overrun", ex.array(1, np.int32), np.int32(32))
 
 
@@ -131,7 +157,7 @@ def test_endless_spin_is_reported() -> None:
     [
         (0, None),
         (1, "mbarrier at shared address .* is not initialised"),
-        (2, "deadlock.*threads 0-31 wait at mbarrier at shared address .*, parity 0; .* lacks 0 of 1 arrivals and 128 bytes"),
+        (2, "deadlock.*threads 0-31 wait at mbarrier at .*, parity 0; .* lacks 0 of 1 arrivals and 128 bytes"),
         (3, "more arrivals|lacks"),
         (6, "ended with 1 bulk copies in flight"),
     ],
@@ -156,7 +182,9 @@ def test_missing_mbarrier_wait_shows(mistake: int) -> None:
     assert np.array_equal(out, np.full(32, -1))
 
 
-@pytest.mark.parametrize(("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")])
+@pytest.mark.parametrize(
+    ("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")]
+)
 def test_wgmma_mistakes(mistake: int, message: str | None) -> None:
     ex = executor()
     out = ex.array(128, np.float32)
