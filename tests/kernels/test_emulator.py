@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, address
-from tests.kernels.emulator import CompileError, EmulatedExecutor
+from tests.kernels.emulator import CompileError, EmulatedExecutor, EmulationError
 from tests.kernels.emulator.build import find_kernels
 
 CASES = Path(__file__).parent / "emulator" / "cases"
@@ -184,6 +184,24 @@ def test_wgmma(ex: EmulatedExecutor, from_registers: int) -> None:
     want = np.zeros((64, 32))
     want[:50, :30] = from_bf16(a).astype(np.float64) @ from_bf16(b).T.astype(np.float64)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_wgmma_transposed(ex: EmulatedExecutor) -> None:
+    rng = np.random.default_rng(9)
+    a, b = (device(ex, to_bf16(rng.standard_normal(shape))) for shape in ((64, 32), (32, 64)))
+    out = ex.array((64, 64), np.float32, fill=0xFF)
+    tensor = TensorMap2D(b.ctypes.data, 32, 64, 128, 32)
+    run(ex, "warpgroup_transposed", a, tensor, out, block=128, shared_bytes=32 * 128)
+    want = from_bf16(a).astype(np.float64) @ from_bf16(b).astype(np.float64)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_boxes_are_stored_to_rows_of_whole_16_bytes() -> None:
+    ex = EmulatedExecutor(sources=[CASES])
+    tensor, out = ex.array((4, 64), np.uint16), ex.array((4, 64), np.uint16)
+    maps = [TensorMap2D(tensor.ctypes.data, 4, columns, 128, 4) for columns in (64, 60)]
+    with pytest.raises(EmulationError, match="multiple of 16"):  # an H200 writes such a row's last 16 bytes whole
+        run(ex, "box", *maps, out, np.int32(0), np.int32(0), np.int32(4), shared_bytes=512)
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4])

@@ -183,7 +183,8 @@ def test_missing_mbarrier_wait_shows(mistake: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")]
+    ("mistake", "message"),
+    [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma"), (4, "without wgmma_fence")],
 )
 def test_wgmma_mistakes(mistake: int, message: str | None) -> None:
     ex = executor()

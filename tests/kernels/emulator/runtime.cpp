@@ -112,6 +112,7 @@ void prepare_fiber(BlockState& block, uint32_t linear) {
     fiber.exited = fiber.speculates = false;
     fiber.loads.count = fiber.loads.groups = fiber.stores.count = fiber.stores.groups = fiber.wgmma_groups = 0;
     fiber.cluster_arrivals = 0;
+    fiber.wgmma_fenced = false;
     // Stacks lie one stride apart: without a shift all their tops would share a few sets of the cache.
     context_prepare(&fiber.context, fiber.stack, STACK_BYTES - (linear * 832) % 16384, fiber_entry);
 }
