@@ -32,7 +32,7 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
     num_threads: int | None = None  # default: the CPUs this process may use
     # CUDA backend
     gpu_memory_fraction: float | None = None  # of the GPU's memory, for everything this process takes there
-    device: int | None = None  # index among the visible GPUs
+    device: str | None = None  # index among the visible GPUs, or (the beginning of) a UUID
     cuda_graphs: bool | None = None  # False: every step is launched kernel by kernel (same bits)
     profile_kernels: bool | None = None  # True: every kernel of a step writes its start time into the step ring
     step_ring: str | None = None  # file of the step ring; default: an anonymous one, see the log
@@ -45,7 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "prefill_chunk": 512,
         "plans_in_flight": 2,
         "gpu_memory_fraction": 0.9,
-        "device": 0,
+        "device": "0",
         "cuda_graphs": True,
         "profile_kernels": False,
     },

@@ -32,7 +32,7 @@ from engine.probe import Probe
 from engine.sampler import SampleState
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
-from engine.types import FinishReason, SampleResult
+from engine.types import PAGE_TOKENS, FinishReason, SampleResult
 
 log = logging.getLogger("appliance.engine")
 
@@ -87,7 +87,7 @@ class Engine:
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
         self._failed_steps = 0
-        self._probe = Probe(backend, self.kv_cache, limits.prefill_chunk)
+        self._probe = Probe(backend, self.kv_cache, PAGE_TOKENS)  # short pieces: the streams wait for each
 
     @classmethod
     def load(cls, config: CoreConfig, *, progress: Callable[[int, int], None] | None = None) -> Engine:

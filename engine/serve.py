@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     cpu.add_argument("--threads", type=count, help="default: all CPUs this process may use")
 
     cuda = parser.add_argument_group("--backend cuda")
-    cuda.add_argument("--device", type=_number(int, 0, 255), help="index among the visible GPUs (default 0)")
+    cuda.add_argument("--device", help="index among the visible GPUs, or a UUID as GPU-5fd4f087 (default 0)")
     cuda.add_argument("--gpu-memory-fraction", type=fraction, help="of the GPU's memory, for all we take (default 0.9)")
     cuda.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel: slower, the same bits")
     cuda.add_argument("--profile-kernels", action="store_true", help="every kernel's start time into the step ring")

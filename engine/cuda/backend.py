@@ -37,8 +37,8 @@ def load_cuda(config: CoreConfig, model: ModelConfig, progress: Callable[[int, i
     """`config` with its defaults filled in (core_config.with_defaults). ConfigError: no driver or GPU, kernels not
     built, a model that no kernel takes, or one that does not fit; CheckpointError: damaged files."""
     sizes = step_sizes(config, model)
-    device = 0 if config.device is None else config.device
-    context = DeviceContext(device)
+    assert config.device is not None
+    context = DeviceContext(config.device)
     try:
         return _load(config, model, sizes, context, progress)
     except BaseException:

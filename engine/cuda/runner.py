@@ -195,6 +195,7 @@ class CudaRunner:
         if self._in_flight >= self.plans_in_flight:
             raise RuntimeError(f"{self._in_flight} steps are in flight; collect the oldest first")
         transfer = self._transfers[self._next_transfer]
+        self._next_transfer = (self._next_transfer + 1) % len(self._transfers)  # also if this fails half-way
         try:
             layout = self._lay_out(work)
             words = pack(layout.records, transfer.upload)
@@ -211,7 +212,6 @@ class CudaRunner:
             work, layout.slots, layout.sampled, layout.scored, transfer, kind, layout.num_rows, work.plan.num_tokens,
             self._in_flight > 0,
         )  # fmt: skip
-        self._next_transfer = (self._next_transfer + 1) % len(self._transfers)
         self._in_flight += 1
         return step
 

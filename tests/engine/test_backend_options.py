@@ -24,7 +24,7 @@ def test_defaults_of_each_backend() -> None:
     cpu, cuda = parsed(), parsed("--backend", "cuda")
     assert (cpu.max_batch_tokens, cpu.prefill_chunk, cpu.plans_in_flight, cpu.memory_fraction) == (256, 128, 1, 0.4)
     assert (cuda.max_batch_tokens, cuda.prefill_chunk, cuda.plans_in_flight) == (8192, 512, 2)
-    assert (cuda.gpu_memory_fraction, cuda.device, cuda.cuda_graphs, cuda.profile_kernels) == (0.9, 0, True, False)
+    assert (cuda.gpu_memory_fraction, cuda.device, cuda.cuda_graphs, cuda.profile_kernels) == (0.9, "0", True, False)
     assert cpu.gpu_memory_fraction is None and cuda.memory_fraction is None
     assert with_defaults(cuda) == cuda
     assert scheduler_config(cuda, 4096).max_plans_in_flight == 2
@@ -32,10 +32,15 @@ def test_defaults_of_each_backend() -> None:
 
 def test_what_is_given_wins() -> None:
     given = parsed("--backend", "cuda", "--max-batch-tokens", "512", "--prefill-chunk", "256", "--plans-in-flight", "1",
-                   "--gpu-memory-fraction", "0.5", "--device", "1", "--no-cuda-graphs", "--profile-kernels",
+                   "--gpu-memory-fraction", "0.5", "--device", "GPU-5fd4", "--no-cuda-graphs", "--profile-kernels",
                    "--step-ring", "/dev/shm/x", "--max-batch-seqs", "256")  # fmt: skip
     assert (given.max_batch_tokens, given.prefill_chunk, given.plans_in_flight) == (512, 256, 1)
-    assert (given.gpu_memory_fraction, given.device, given.cuda_graphs, given.profile_kernels) == (0.5, 1, False, True)
+    assert (given.gpu_memory_fraction, given.device, given.cuda_graphs, given.profile_kernels) == (
+        0.5,
+        "GPU-5fd4",
+        False,
+        True,
+    )
     assert (given.step_ring, given.max_batch_seqs) == ("/dev/shm/x", 256)
 
 

@@ -84,7 +84,7 @@ def lead(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     directory = Path(sys.argv[1])

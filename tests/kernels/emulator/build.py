@@ -152,8 +152,8 @@ def _runtime_objects() -> list[Path]:
 def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> tuple[Path, list[str]]:
     """Compiles one .cu file. Returns the library and the names of its kernels."""
     search = [f"-I{folder}" for folder in (source.parent, *includes, HERE)]
-    preprocess = ["-E", "-x", "c++", *FLAGS, "-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}", *search, str(source)]
-    text = _run(preprocess, source.name)
+    defines = ["-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}"]
+    text = _run(["-E", "-x", "c++", *FLAGS, *defines, *search, str(source)], source.name)
     kernels = find_kernels(text)
     text += "".join(f"\nEMULATOR_EXPORT({kernel.name}, {kernel.max_threads})" for kernel in kernels) + "\n"
     names = [kernel.name for kernel in kernels]

@@ -116,7 +116,6 @@ inline uint64_t wgmma_descriptor(uint32_t shared) {
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::wgmma_commit(); }
 template <int PENDING> inline void wgmma_wait() { emulator::wgmma_wait(PENDING); }
-template <int PENDING, int N> inline void wgmma_wait(float (&)[N]) { emulator::wgmma_wait(PENDING); }
 template <int REGISTERS> inline void registers_raise() {}
 template <int REGISTERS> inline void registers_lower() {}
 template <int N> inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate = 1, EMULATOR_SITE) {
