@@ -8,7 +8,7 @@ BACKEND := cpu
 export PYTHON
 BIN = .venv/bin
 
-.PHONY: help demo serve test test-full test-gpu kernels bench soak lint setup setup-dev setup-gpu setup-bench lock clean
+.PHONY: help demo serve test test-full test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,12 @@ kernels: setup ## compile the CUDA kernels into kernels/fatbin (needs nvcc 13.0,
 
 bench: setup-bench ## our figures beside the peers', in one run
 	@$(BIN)/python -m tests.bench
+
+bench-gpu: setup-gpu setup-bench kernels ## the CUDA engine beside compiled transformers; writes tests/bench/results
+	@$(BIN)/python -m tests.bench.gpu --peer-python .venv-bench/bin/python
+
+load-gpu: setup-gpu kernels ## seven minutes of mixed load on a GPU (MODEL_DIR=..., LOAD="--seconds 420 --clients 64")
+	@$(BIN)/python -m tests.bench.load --backend cuda --model $(MODEL_DIR) $(LOAD)
 
 soak: setup-dev ## 20,000 small requests incl. errors, aborts, disconnects
 	@$(BIN)/python -m tests.bench.soak

@@ -212,6 +212,7 @@ constexpr int PANEL = PAGE_TOKENS * 128 / 16;  // from one panel's descriptor to
 template <int DP, int STAGES>
 __device__ __forceinline__ void compute_tile(const Prefill& p, const HeadBlocks& blocks, const Tile& tile, Ring<DP, STAGES>& ring, uint8_t* smem, uint64_t q, int read, int column0, int warp, int lane) {
     using R = Ring<DP, STAGES>;
+    constexpr bool OVERLAP = DP < 256;  // of the scores with P.V: registers do not suffice for 256
     Rows rows(p, tile, blocks, warp, lane);
     State<R::COLUMNS> state;
     clear(state);
@@ -231,14 +232,20 @@ __device__ __forceinline__ void compute_tile(const Prefill& p, const HeadBlocks&
             Factors factors = softmax_page(state, t, probability, rows, (tile.first_page + n) * PAGE_TOKENS, p.scale_log2, lane);
             ring.wait(1, read + n);
             start_values<2>(o, probability, v_descriptor(n));
-            ring.wait(0, read + n + 1);
-            start_scores<DP>(t, q, k_descriptor(n + 1));
-            ptx::wgmma_wait<1>(o);
+            if (OVERLAP) {
+                ring.wait(0, read + n + 1);
+                start_scores<DP>(t, q, k_descriptor(n + 1));
+            }
+            ptx::wgmma_wait<OVERLAP>(o);
             merge_columns(state.o, o, factors);
             if (R::COLUMNS == 128) {
                 start_values<2>(o, probability, v_descriptor(n) + PANEL);
                 ptx::wgmma_wait<0>(o);
                 merge_columns(state.o + R::COLUMNS / 2 - 32, o, factors);
+            }
+            if (!OVERLAP) {
+                ring.wait(0, read + n + 1);
+                start_scores<DP>(t, q, k_descriptor(n + 1));
             }
             ptx::wgmma_wait<0>(t);
             ring.release(1, read + n, lane);
@@ -288,13 +295,13 @@ template <int DP, int STAGES> __device__ __forceinline__ void prefill_wgmma(cons
     __syncthreads();
     ptx::wait_for_previous();
     if (threadIdx.x >= COMPUTE_WARPS * 32) {
-        ptx::registers_lower<DP == 256 ? 48 : 56>();
+        ptx::registers_lower<56>();
         if (threadIdx.x < COMPUTE_WARPS * 32 + 32)
             copy_pages<DP, STAGES>(common, p, ring, smem);
         else
             copy_q<DP, STAGES>(p, ring, smem);
     } else {
-        ptx::registers_raise<DP == 256 ? 232 : 224>();
+        ptx::registers_raise<224>();
         compute_tiles<DP, STAGES>(p, ring, smem);
     }
 }

@@ -16,8 +16,8 @@ HEADER = """\
 // and + 1; d[4j+2], d[4j+3] = row 16w + g + 8. Asynchronous: wgmma_fence before, wgmma_commit and wgmma_wait after.
 //
 // ptx::wgmma_transposed<N>(d, a, descriptor_b, accumulate): a from registers, in the layout of mma_16816 with warp w
-// holding rows 16w..16w+15; b is N-major in shared memory: for each k a row of 64 columns, 128 bytes, in 128-byte swizzle.
-// wgmma_descriptor fits: 8 rows are an atom.
+// holding rows 16w..16w+15; b is N-major in shared memory: for each k a row of 64 columns, 128 bytes, in 128-byte
+// swizzle. wgmma_descriptor fits: 8 rows are an atom.
 #pragma once
 
 namespace ptx {
@@ -25,7 +25,8 @@ namespace ptx {
 template <int N>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t descriptor_a, uint64_t descriptor_b, int accumulate);
 template <int N>
-__device__ __forceinline__ void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t descriptor_b, int accumulate);
+__device__ __forceinline__ void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t descriptor_b,
+                                                 int accumulate);
 """
 
 
@@ -60,12 +61,15 @@ def transposed_function(n: int) -> str:
     outputs = _rows([f"%{i}" for i in range(count)], 16)
     operands = _rows([f'"+f"(d[{i}])' for i in range(count)], 8)
     lines = [
-        f"template <> __device__ __forceinline__ void wgmma_transposed<{n}>(float (&d)[{count}], const uint32_t (&a)[4], uint64_t descriptor_b, int accumulate) {{",
+        "template <>",
+        f"__device__ __forceinline__ void wgmma_transposed<{n}>(float (&d)[{count}], const uint32_t (&a)[4],",
+        "                                                       uint64_t descriptor_b, int accumulate) {",
         '    asm volatile("{\\n.reg .pred p;\\n"',
         f'                 "setp.ne.b32 p, %{count + 5}, 0;\\n"',
         f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{"',
         *[f'                 "{row}{"," if i + 1 < len(outputs) else ""}"' for i, row in enumerate(outputs)],
-        f'                 "}}, {{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, %{count + 4}, p, 1, 1, 1;\\n}}"',
+        f'                 "}}, {{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, "',
+        f'                 "%{count + 4}, p, 1, 1, 1;\\n}}"',
         "                 : " + (",\n                   ".join(operands)),
         '                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_b), "r"(accumulate));',
         "}",

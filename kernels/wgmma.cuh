@@ -6,8 +6,8 @@
 // and + 1; d[4j+2], d[4j+3] = row 16w + g + 8. Asynchronous: wgmma_fence before, wgmma_commit and wgmma_wait after.
 //
 // ptx::wgmma_transposed<N>(d, a, descriptor_b, accumulate): a from registers, in the layout of mma_16816 with warp w
-// holding rows 16w..16w+15; b is N-major in shared memory: for each k a row of 64 columns, 128 bytes, in 128-byte swizzle.
-// wgmma_descriptor fits: 8 rows are an atom.
+// holding rows 16w..16w+15; b is N-major in shared memory: for each k a row of 64 columns, 128 bytes, in 128-byte
+// swizzle. wgmma_descriptor fits: 8 rows are an atom.
 #pragma once
 
 namespace ptx {
@@ -15,7 +15,8 @@ namespace ptx {
 template <int N>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t descriptor_a, uint64_t descriptor_b, int accumulate);
 template <int N>
-__device__ __forceinline__ void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t descriptor_b, int accumulate);
+__device__ __forceinline__ void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t descriptor_b,
+                                                 int accumulate);
 
 template <>
 __device__ __forceinline__ void wgmma<32>(float (&d)[16], uint64_t descriptor_a,
@@ -205,13 +206,16 @@ __device__ __forceinline__ void wgmma<256>(float (&d)[128], uint64_t descriptor_
                  : "l"(descriptor_a), "l"(descriptor_b), "r"(accumulate));
 }
 
-template <> __device__ __forceinline__ void wgmma_transposed<64>(float (&d)[32], const uint32_t (&a)[4], uint64_t descriptor_b, int accumulate) {
+template <>
+__device__ __forceinline__ void wgmma_transposed<64>(float (&d)[32], const uint32_t (&a)[4],
+                                                       uint64_t descriptor_b, int accumulate) {
     asm volatile("{\n.reg .pred p;\n"
                  "setp.ne.b32 p, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+                 "}, {%32, %33, %34, %35}, "
+                 "%36, p, 1, 1, 1;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
                    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),

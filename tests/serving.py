@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import os
 import re
 import signal
 import tempfile
@@ -40,8 +41,8 @@ class Server:
     async def start(cls, model_dir: Path, *options: str, backend: str | None = None) -> Server:
         """With `--port 0`; the port is read from the log. Raises, with the log's end, when it does not become ready.
 
-        backend: default the one of the test run (BACKEND)."""
-        backend = backend or BACKEND.name
+        backend: default $APPLIANCE_TEST_BACKEND or cpu, so that tests/gpu runs the endpoint's tests once more."""
+        backend = backend or os.environ.get("APPLIANCE_TEST_BACKEND", "cpu")
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the Server
         process = await asyncio.create_subprocess_exec(
             *python_module("engine"), "--model-dir", str(model_dir), "--model-name", MODEL, "--backend", backend,

@@ -74,8 +74,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
+    """Of the checkout; of an archive of it (`git archive`), what git wrote into tests/bench/COMMIT."""
+    if (ROOT / ".git").exists():
+        result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        return result.stdout.strip() or "unknown"
+    archived = (ROOT / "tests/bench/COMMIT").read_text().strip()
+    return "unknown" if "$" in archived else archived
 
 
 if __name__ == "__main__":

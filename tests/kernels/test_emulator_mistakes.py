@@ -68,16 +68,28 @@ def test_missing_cp_async_wait_shows(wait: int) -> None:
     assert np.array_equal(out, values)
 
 
+BARRIERS = (
+    r"deadlock in block \(0, 0, 0\).*threads 0-31 wait at named_barrier, barrier 3, 32 of 64 threads there"
+    r" \(mistakes\.cu:\d+\)\s+threads 32-63 wait at __syncthreads"
+)
+SHUFFLE = (
+    "deadlock.*threads 0-7 wait at a shuffle, mask ffffffff, lanes there 000000ff"
+    ".*threads 8-31 wait at __syncwarp, mask ffffffff, lanes there ffffff00"
+)
+RETURNED = r"returns while lanes \w+ of its warp wait for it at a shuffle|names lanes that have returned: 80000000"
+
+
 @pytest.mark.parametrize(
     ("kernel", "block", "message"),
     [
-        ("half_at_barrier", 64, r"deadlock in block \(0, 0, 0\).*threads 0-31 wait at named_barrier, barrier 3, 32 of 64 threads there \(mistakes.cu:\d+\)\s+threads 32-63 wait at __syncthreads"),
-        ("divergent_shuffle", 32, r"deadlock.*threads 0-7 wait at a shuffle, mask ffffffff, lanes there 000000ff.*threads 8-31 wait at __syncwarp"),
-        ("returned_lane", 32, r"returns while lanes \w+ of its warp wait for it at a shuffle|names lanes that have returned: 80000000"),
+        ("half_at_barrier", 64, BARRIERS),
+        ("divergent_shuffle", 32, SHUFFLE),
+        ("returned_lane", 32, RETURNED),
         ("wrong_mask", 32, "does not name the calling lane"),
         ("two_counts", 96, "barrier 1 among (64|96) threads, while others wait at it among (64|96)"),
     ],
-)  # fmt: skip
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_wrong_meetings_are_errors(kernel: str, block: int, message: str, seed: int) -> None:
     ex = executor(seed)
@@ -124,7 +136,7 @@ def test_misaligned_access() -> None:
 
 def test_overrun_of_a_static_array() -> None:
     ex = executor()
-    with pytest.raises(EmulationError, match="index 32 .*mistakes.cu"):
+    with pytest.raises(EmulationError, match=r"index 32 .*mistakes\.cu"):
         run(ex, "array_overrun", ex.array(1, np.int32), np.int32(32))
 
 
@@ -145,7 +157,7 @@ def test_endless_spin_is_reported() -> None:
     [
         (0, None),
         (1, "mbarrier at shared address .* is not initialised"),
-        (2, "deadlock.*threads 0-31 wait at mbarrier at shared address .*, parity 0; .* lacks 0 of 1 arrivals and 128 bytes"),
+        (2, "deadlock.*threads 0-31 wait at mbarrier at .*, parity 0; .* lacks 0 of 1 arrivals and 128 bytes"),
         (3, "more arrivals|lacks"),
         (6, "ended with 1 bulk copies in flight"),
     ],
@@ -171,7 +183,8 @@ def test_missing_mbarrier_wait_shows(mistake: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "message"), [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma")]
+    ("mistake", "message"),
+    [(0, None), (1, None), (2, "returns while wgmma are in flight"), (3, "wgmma"), (4, "without wgmma_fence")],
 )
 def test_wgmma_mistakes(mistake: int, message: str | None) -> None:
     ex = executor()

@@ -1,6 +1,7 @@
 """A SIMT emulator: our CUDA kernels on the CPU, for tests where there is no GPU.
 
-cuda_emulator.h stands for the CUDA headers; build.py compiles kernels/<module>.cu against it; executor.py runs launches.
+cuda_emulator.h stands for the CUDA headers; build.py compiles kernels/<module>.cu against it; executor.py runs
+launches.
 """
 
 from tests.kernels.emulator.build import CompileError

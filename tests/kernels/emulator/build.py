@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -132,9 +133,21 @@ def _publish(target: Path, command: Sequence[str], what: str) -> Path:
     try:
         _run([*command, "-o", str(temporary)], what)
         temporary.rename(target)
+        _forget_old(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return target
+
+
+def _forget_old(folder: Path) -> None:
+    """What nobody has used for two weeks; another worker may be doing the same."""
+    limit = time.time() - 14 * 86400
+    for path in folder.iterdir():
+        try:
+            if path.is_file() and path.stat().st_mtime < limit:
+                path.unlink()
+        except FileNotFoundError:
+            continue
 
 
 def _runtime_objects() -> list[Path]:
@@ -143,7 +156,9 @@ def _runtime_objects() -> list[Path]:
     for name in RUNTIME:
         key = _key(headers, (HERE / name).read_bytes(), *RUNTIME_FLAGS)
         target = cache_folder() / f"{Path(name).stem}-{key}.o"
-        if not target.exists():
+        if target.exists():
+            os.utime(target)
+        else:
             _publish(target, [*RUNTIME_FLAGS, "-c", str(HERE / name)], name)
         objects.append(target)
     return objects
@@ -152,8 +167,8 @@ def _runtime_objects() -> list[Path]:
 def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> tuple[Path, list[str]]:
     """Compiles one .cu file. Returns the library and the names of its kernels."""
     search = [f"-I{folder}" for folder in (source.parent, *includes, HERE)]
-    preprocess = ["-E", "-x", "c++", *FLAGS, "-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}", *search, str(source)]
-    text = _run(preprocess, source.name)
+    defines = ["-DAPPLIANCE_EMULATE", f"-DEMULATOR_HOPPER={int(hopper)}"]
+    text = _run(["-E", "-x", "c++", *FLAGS, *defines, *search, str(source)], source.name)
     kernels = find_kernels(text)
     text += "".join(f"\nEMULATOR_EXPORT({kernel.name}, {kernel.max_threads})" for kernel in kernels) + "\n"
     names = [kernel.name for kernel in kernels]
@@ -161,6 +176,7 @@ def build(source: Path, hopper: bool, includes: Sequence[Path] = (KERNELS,)) -> 
     key = _key(text, *(str(item) for item in objects), *KERNEL_FLAGS, *ERASED)
     library = cache_folder() / f"{source.stem}-{'hopper' if hopper else 'portable'}-{key}.so"
     if library.exists():
+        os.utime(library)
         return library, names
     export = _export_macro()
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:

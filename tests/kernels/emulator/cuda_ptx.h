@@ -113,7 +113,7 @@ inline void fence_async_shared() {}
 inline uint64_t wgmma_descriptor(uint32_t shared) {
     return (uint64_t)((shared & 0x3FFFF) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 62);
 }
-inline void wgmma_fence() {}
+inline void wgmma_fence() { emulator::wgmma_fence(); }
 inline void wgmma_commit() { emulator::wgmma_commit(); }
 template <int PENDING> inline void wgmma_wait() { emulator::wgmma_wait(PENDING); }
 template <int PENDING, int N> inline void wgmma_wait(float (&)[N]) { emulator::wgmma_wait(PENDING); }

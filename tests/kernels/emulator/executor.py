@@ -13,20 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.launch import Argument, CommonArgument, Launch, TensorMap2D, TileMap
+from kernels.launch import CommonArgument, Launch
+from tests.kernels.emulator.arguments import pack
 from tests.kernels.emulator.build import KERNELS, CompileError, build
 from tests.kernels.emulator.memory import Region, guarded_array, regions
 
 ERROR_RING_ENTRIES = 256
 ERROR_ENTRY = np.dtype(
     [
-        ("code", "<u4"),
-        ("op", "<u4"),
-        ("layer", "<i4"),
-        ("head", "<i4"),
-        ("slot", "<i4"),
-        ("position", "<i4"),
-        ("value", "<i4"),
+        *((name, "<u4") for name in ("code", "op")),
+        *((name, "<i4") for name in ("layer", "head", "slot", "position", "value")),
         ("sm", "<u4"),
     ]
 )  # kernels/common.cuh:ErrorEntry
@@ -79,7 +75,7 @@ class _Library:
     def signature(self, kernel: str) -> list[str]:
         function = getattr(self.handle, f"{kernel}__signature")
         function.restype = ctypes.c_char_p
-        return function().decode().split()
+        return str(function().decode()).split()
 
     def max_threads(self, kernel: str) -> int:
         return int(getattr(self.handle, f"{kernel}__max_threads")())
@@ -98,9 +94,9 @@ class EmulatedExecutor:
     """kernels/launch.py:Executor on the CPU.
 
     `path`: "hopper" (HAS_SM90, HAS_WGMMA) or "portable". `seed` chooses an order of blocks and threads and when
-    asynchronous copies arrive: 0 first to last, as late as allowed; 1 last to first, at once; others shuffled. A correct
-    kernel gives the same bits under every seed. `order` and `delivery` override the seed's choice. `sources`: folders
-    that are searched for <module>.cu, before kernels/.
+    asynchronous copies arrive: 0 first to last, as late as allowed; 1 last to first, at once; others shuffled. A
+    correct kernel gives the same bits under every seed. `order` and `delivery` override the seed's choice. `sources`:
+    folders that are searched for <module>.cu, before kernels/.
     """
 
     def __init__(
@@ -149,21 +145,10 @@ class EmulatedExecutor:
         fit the kernel's parameters or launch bounds."""
         library = self._library(launch.module)
         if launch.kernel not in library.kernels:
-            raise ValueError(
-                f"{library.name} has no kernel {launch.kernel!r}: it has {', '.join(sorted(library.kernels))}"
-            )
-        packed = self._pack(launch, library.signature(launch.kernel))
-        bound = library.max_threads(launch.kernel)
-        if bound and int(np.prod(launch.block)) > bound:
-            raise ValueError(
-                f"{launch.kernel}: block {launch.block} has more threads than its __launch_bounds__({bound})"
-            )
-        if any(extent < 1 for extent in (*launch.grid, *launch.block)) or max(launch.grid[1:]) > 65535:
-            raise ValueError(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
-        if launch.grid[0] % launch.cluster:
-            raise ValueError(
-                f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster} blocks"
-            )
+            known = ", ".join(sorted(library.kernels))
+            raise ValueError(f"{library.name} has no kernel {launch.kernel!r}: it has {known}")
+        packed = pack(launch, library.signature(launch.kernel), self._common(launch))
+        _check_shape(launch, library.max_threads(launch.kernel))
         pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(item) for item in packed))
         record = _LaunchRecord(
             arguments=ctypes.addressof(pointers),
@@ -207,74 +192,22 @@ class EmulatedExecutor:
             _libraries[key] = _Library(source, self.path == "hopper", self.sources)
         return _libraries[key]
 
-    def _pack(self, launch: Launch, signature: list[str]) -> list[Any]:
-        if len(launch.arguments) != len(signature):
-            raise ValueError(
-                f"{launch.kernel} takes {len(signature)} arguments ({' '.join(signature)}), not {len(launch.arguments)}"
-            )
-        packed = []
-        for index, (argument, expected) in enumerate(zip(launch.arguments, signature, strict=True)):
-            data, given = self._encode(argument)
-            if given != expected and (given, expected) != ("i8", "p8"):
-                raise ValueError(
-                    f"{launch.kernel}, argument {index}: {argument!r} is {given}, the kernel takes {expected}"
-                )
-            packed.append(_aligned_buffer(data))
-        return packed
-
-    def _encode(self, argument: Argument) -> tuple[bytes, str]:
-        """Bytes, and kind and size as cuda_export.h:describe."""
-        if isinstance(argument, CommonArgument):
-            trace = 0 if self.trace is None else self.trace.ctypes.data
-            fields = (
-                self._ring.ctypes.data,
-                self.slot_errors.ctypes.data,
-                trace,
-                self.trace_index,
-                argument.layer,
-                argument.op,
-                0,
-            )
-            self.trace_index += self.trace is not None
-            return struct.pack("<QQQiiII", *fields), "s40"
-        if isinstance(argument, TensorMap2D):
-            _check_tensor_map(argument)
-            fields = (argument.address, argument.rows, argument.columns, argument.row_bytes, argument.box_rows)
-            return struct.pack("<Qqqqi84x", *fields), "s128"
-        if isinstance(argument, TileMap):
-            if argument.address % 16 or not 1 <= argument.box_tiles <= 16:
-                raise ValueError(f"{argument}: the address must be a multiple of 16, box_tiles 1 to 16")
-            fields = (
-                argument.address,
-                argument.row_tiles,
-                argument.k_tiles,
-                argument.k_tiles * 2048,
-                argument.box_tiles,
-                1,
-            )
-            return struct.pack("<Qqqqii80x", *fields), "s128"
-        if not isinstance(argument, np.generic):
-            raise ValueError(
-                f"argument {argument!r}: must be a numpy scalar, a CommonArgument, a TensorMap2D or a TileMap"
-            )
-        kind = {"i": "i", "u": "i", "f": "f", "b": "i", "V": "s"}[argument.dtype.kind]
-        return argument.tobytes(), f"{kind}{argument.dtype.itemsize}"
+    def _common(self, launch: Launch) -> bytes:
+        """kernels/common.cuh:Common for this launch; a traced one takes the next place in the trace."""
+        own = next((item for item in launch.arguments if isinstance(item, CommonArgument)), CommonArgument(0))
+        trace = 0 if self.trace is None else self.trace.ctypes.data
+        ring, slots = self._ring.ctypes.data, self.slot_errors.ctypes.data
+        data = struct.pack("<QQQiiII", ring, slots, trace, self.trace_index, own.layer, own.op, 0)
+        self.trace_index += self.trace is not None
+        return data
 
 
-def _aligned_buffer(data: bytes) -> Any:
-    """A ctypes buffer aligned to 64 bytes, as a TensorMap must be."""
-    whole = ctypes.create_string_buffer(len(data) + 64)
-    offset = -ctypes.addressof(whole) % 64
-    view = (ctypes.c_char * len(data)).from_buffer(whole, offset)
-    view.raw = data
-    return view
-
-
-def _check_tensor_map(tensor: TensorMap2D) -> None:
-    """What cuTensorMapEncodeTiled refuses."""
-    if tensor.address % 16 or tensor.row_bytes % 16 or tensor.address == 0:
-        raise ValueError(f"{tensor}: address and row_bytes must be multiples of 16")
-    if not 1 <= tensor.box_rows <= 256 or not 1 <= tensor.rows <= 2**32 or not 1 <= tensor.columns <= 2**32:
-        raise ValueError(f"{tensor}: box_rows must be 1 to 256, rows and columns 1 to 2^32")
-    if tensor.row_bytes >= 2**40:
-        raise ValueError(f"{tensor}: row_bytes must be below 2^40")
+def _check_shape(launch: Launch, max_threads: int) -> None:
+    """What cuLaunchKernelEx refuses; `max_threads` is of __launch_bounds__, or 0."""
+    threads = int(np.prod(launch.block))
+    if max_threads and threads > max_threads:
+        raise ValueError(f"{launch.kernel}: {threads} threads are more than its __launch_bounds__({max_threads})")
+    if any(extent < 1 for extent in (*launch.grid, *launch.block)) or max(launch.grid[1:]) > 65535:
+        raise ValueError(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
+    if launch.grid[0] % launch.cluster:
+        raise ValueError(f"{launch.kernel}: grid {launch.grid} is not a multiple of the cluster of {launch.cluster}")

@@ -85,6 +85,7 @@ struct Fiber : Thread {
     uint32_t cluster_arrivals;
     CopyQueue loads, stores;
     uint32_t wgmma_groups;  // committed
+    bool wgmma_fenced;      // since its registers were last its own
 };
 
 extern Launch launch;

@@ -18,7 +18,7 @@ BlockState* blocks;
 
 namespace {
 
-constexpr size_t GUARD = 4096;
+constexpr size_t GUARD = 64 << 10;                    // a multiple of any page size
 constexpr size_t STACK_STRIDE = STACK_BYTES + GUARD;  // the guard lies below
 constexpr uint32_t REGION = 256 << 10;                // for one block's dynamic shared memory
 constexpr uint8_t POISON = 0xFF;                      // NaN as bf16, fp16 and fp32, -1 as an integer
@@ -63,13 +63,19 @@ uint8_t* reserve(size_t bytes) {
     return (uint8_t*)found;
 }
 
+void guard(uint8_t* at) {
+    if (mprotect(at, GUARD, PROT_NONE) == 0) return;
+    perror("emulator: mprotect");
+    abort();
+}
+
 void prepare_rank(uint32_t rank) {
     BlockState& block = blocks[rank];
     if (regions[rank] == nullptr) {
         stacks[rank] = reserve(MAX_THREADS * STACK_STRIDE);
-        for (uint32_t i = 0; i < MAX_THREADS; i++) mprotect(stacks[rank] + i * STACK_STRIDE, GUARD, PROT_NONE);
+        for (uint32_t i = 0; i < MAX_THREADS; i++) guard(stacks[rank] + i * STACK_STRIDE);
         regions[rank] = reserve(REGION + GUARD);
-        mprotect(regions[rank] + REGION, GUARD, PROT_NONE);
+        guard(regions[rank] + REGION);
         block.fibers = fibers + rank * MAX_THREADS;
         for (uint32_t i = 0; i < MAX_THREADS; i++) block.fibers[i].stack = stacks[rank] + i * STACK_STRIDE + GUARD;
     }

@@ -33,7 +33,9 @@ Fiber* next_ready() {
     while (ready_count == 0)
         if (!deliver_one() && !previous_ends()) deadlock();
     if (launch.order == ORDER_SHUFFLED) {
-        uint32_t other = (ready_head + random_below(ready_count)) & (RING - 1);
+        // Mostly among the warp at the front, whose stacks are in the cache.
+        uint32_t choice = random_below(32) != 0 && ready_count > 32 ? 32 : ready_count;
+        uint32_t other = (ready_head + random_below(choice)) & (RING - 1);
         uint16_t chosen = ready[other];
         ready[other] = ready[ready_head];
         ready[ready_head] = chosen;
@@ -110,6 +112,7 @@ void prepare_fiber(BlockState& block, uint32_t linear) {
     fiber.exited = fiber.speculates = false;
     fiber.loads.count = fiber.loads.groups = fiber.stores.count = fiber.stores.groups = fiber.wgmma_groups = 0;
     fiber.cluster_arrivals = 0;
+    fiber.wgmma_fenced = false;
     // Stacks lie one stride apart: without a shift all their tops would share a few sets of the cache.
     context_prepare(&fiber.context, fiber.stack, STACK_BYTES - (linear * 832) % 16384, fiber_entry);
 }
@@ -235,9 +238,19 @@ bool warp_arrive(Wait kind, uint32_t mask, void* operand, const char* file, int 
     return false;
 }
 
+// The lanes go on before other warps do: one warp after another runs as far as it can, its stacks in the cache.
 void warp_release(uint32_t mask) {
     Fiber* first = current_fiber() - current->lane;
-    for (uint32_t rest = mask & ~(1u << current->lane); rest != 0; rest &= rest - 1) wake(first + __builtin_ctz(rest));
+    bool reverse = launch.order == ORDER_REVERSE;
+    for (uint32_t rest = mask & ~(1u << current->lane); rest != 0;) {
+        int lane = reverse ? __builtin_ctz(rest) : 31 - __builtin_clz(rest);  // the last to be put in front is the first to run
+        rest &= ~(1u << lane);
+        first[lane].wait = WAIT_NONE;
+        ready_head = (ready_head - 1) & (RING - 1);
+        ready[ready_head] = (uint16_t)number_of(first + lane);
+        ready_count++;
+    }
+    idle_yields = 0;
 }
 
 static Barrier& barrier_arrive(int id, int threads) {

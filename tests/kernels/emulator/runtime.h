@@ -115,6 +115,7 @@ void bulk_wait(int pending);
 // ---- tensor_cores.cpp
 // d (m64 x n fp32) = a (m64k16 bf16) * b (k16 x n) + (accumulate ? d : 0); a_registers: null, or this thread's A fragment.
 void wgmma(int n, float* d, const uint32_t* a_registers, uint64_t a, uint64_t b, bool accumulate, const char* file, int line, bool b_transposed = false);
+void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);
 

@@ -204,6 +204,7 @@ void wgmma(int n, float* d, const uint32_t* a_registers, uint64_t a, uint64_t b,
     Fiber* fiber = current_fiber();
     Fiber* leader = fiber - fiber->linear % 128;
     if (fiber->linear / 128 * 128 + 128 > fiber->block->size.x * fiber->block->size.y * fiber->block->size.z) fail("wgmma of an incomplete warpgroup");
+    if (!fiber->wgmma_fenced) fail("wgmma without wgmma_fence since the last wgmma_wait<0> (%s:%d)", file, line);
     Warpgroup& group = warpgroups[number_of(fiber) / 128];
     Operand operand = {d, a_registers, n, accumulate, a, b, b_transposed};
     group.operands[fiber->linear % 128] = &operand;
@@ -214,11 +215,14 @@ void wgmma(int n, float* d, const uint32_t* a_registers, uint64_t a, uint64_t b,
         if (leader + thread != fiber) wake(leader + thread);
 }
 
+void wgmma_fence() { current_fiber()->wgmma_fenced = true; }
+
 void wgmma_commit() { current_fiber()->wgmma_groups++; }
 
 void wgmma_wait(int pending) {
     Fiber* fiber = current_fiber();
     complete(warpgroups[number_of(fiber) / 128], (int64_t)fiber->wgmma_groups - pending);
+    if (pending == 0) fiber->wgmma_fenced = false;  // the kernel may write its accumulators now
 }
 
 void reset_tensor_cores() {

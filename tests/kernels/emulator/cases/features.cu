@@ -241,6 +241,34 @@ extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common,
     for (int i = 0; i < 16; i++) d[(16 * warp + g + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * q + i % 2] = acc[i];
 }
 
+// d (64, 64) = a (64, 32) b (32, 64): a from registers, b as rows of k (N-major).
+extern "C" __global__ void __launch_bounds__(128) warpgroup_transposed(const Common common, const bf16* a, const __grid_constant__ TensorMap b_map, float* d) {
+    begin_kernel(common);
+    ptx::wait_for_previous();
+    DYNAMIC_SHARED(smem);
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::mbarrier_arrive_expect(&full, 32 * 128);
+        ptx::tma_load_2d(smem, &b_map, 0, 0, &full);
+    }
+    __syncthreads();
+    ptx::mbarrier_wait(&full, 0);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    float acc[32] = {};
+    uint32_t fa[2][4];
+    for (int step = 0; step < 2; step++)
+        for (int i = 0; i < 4; i++) {
+            int row = 16 * warp + g + i % 2 * 8, column = step * 16 + 2 * q + i / 2 * 8;
+            fa[step][i] = *(const uint32_t*)(a + row * 32 + column);
+        }
+    ptx::wgmma_fence();
+    for (int step = 0; step < 2; step++) ptx::wgmma_transposed<64>(acc, fa[step], ptx::wgmma_descriptor(ptx::shared_address(smem) + step * 2048), step);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    for (int i = 0; i < 32; i++) d[(16 * warp + g + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * q + i % 2] = acc[i];
+}
+
 // Each block of a cluster copies its share into all; out (blocks, cluster * 64) is what each block then holds. Twice, so
 // that a block must hear from all before it writes again.
 extern "C" __global__ void share(const Common common, const int32_t* in, int32_t* out) {

@@ -168,7 +168,7 @@ extern "C" __global__ void barrier_mistakes(const Common common, const int32_t* 
     out[threadIdx.x] = shared[threadIdx.x];
     if (mistake == 4 || mistake == 5) __syncthreads(), ptx::mbarrier_wait(&full, 0);
 }
-// 1: no wgmma_wait before the result is read, 2: no commit, 3: a warp is missing
+// 1: no wgmma_wait before the result is read, 2: no commit, 3: a warp is missing, 4: no fence
 extern "C" __global__ void wgmma_mistakes(const Common common, float* out, int mistake) {
     begin_kernel(common);
     ptx::wait_for_previous();
@@ -179,6 +179,7 @@ extern "C" __global__ void wgmma_mistakes(const Common common, float* out, int m
     uint32_t a = ptx::shared_address(smem);
     float acc[16] = {};
     if (mistake == 3 && threadIdx.x >= 96) return;
+    if (mistake != 4) ptx::wgmma_fence();
     ptx::wgmma<32>(acc, ptx::wgmma_descriptor(a), ptx::wgmma_descriptor(a + 8192));
     if (mistake != 2) ptx::wgmma_commit();
     if (mistake != 1) ptx::wgmma_wait<0>();
