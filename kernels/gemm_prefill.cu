@@ -1,15 +1,14 @@
-// y (M, N) = x (M, K) w (N, K)^T on the tensor cores of sm_90a, any M: TMA and bulk copies feed wgmma. Hopper only.
+// y (M, N) = x (M, K) w (N, K)^T on the tensor cores of sm_90a, any M: TMA feeds wgmma. Hopper only.
 //
 // Math: y[m][n] = sum over k, ascending, 16 at a time, one fp32 accumulator in the tensor core, no split over K: the bits of
 // mma.sync in gemm_decode.cu and gemm_portable.cu, whatever the tile. Then, on that accumulator,
 //   f32: out[m][n] = y;  add: out[m][n] = out[m][n] + y, rounded once;  swiglu: out (bf16) = swiglu(gate, up), math.cuh.
-// Layouts: x row-major bf16 behind a TMA map (boxes of 128 rows x 64 columns, 128-byte swizzle); w in the tiles of common.cuh,
-//   16 rows x 64 columns of 2 KB, which lie in shared memory as wgmma reads them: a stage of w is TILE_N / 16 plain copies.
-//   out fp32 (M, ld_out) for f32 and add; for swiglu bf16 (M, ld_out), N/2 columns, N a multiple of 16.
+// Layouts: x row-major bf16 behind a TMA map (boxes of 64 columns, 128-byte swizzle); w in the tiles of common.cuh, 16 rows x
+//   64 columns of 2 KB, behind a map of whole tiles: in shared memory they stand as wgmma reads them. out fp32 (M, ld_out)
+//   for f32 and add, written by TMA where N and ld_out are multiples of 4; for swiglu bf16 (M, ld_out), N/2 columns, N a
+//   multiple of 16.
 // Launch: kernels/gemm_prefill.py. 384 threads: a warpgroup whose first thread copies, two that multiply 64 x TILE_N each.
-//   Persistent: block b takes tiles b, b + grid ... A cluster's blocks take neighbouring tiles in M of one tile in N; each
-//   copies its share of w to all of them.
-// A consumer lets go of a stage when its products have read it, so one may write its results while the other multiplies.
+//   Persistent: block b takes tiles b, b + grid ... The blocks of a cluster share w or x: see Cluster.
 // path: hopper
 #include "math.cuh"
 
