@@ -106,8 +106,7 @@ template <int DP, int STAGES> struct Ring {
 
     uint64_t full[2][STAGES], empty[2][STAGES];  // of K, of V
     uint64_t q_full[Q_SLOTS], q_empty[Q_SLOTS];
-    Tile tiles[Q_SLOTS];
-    int pages_before[Q_SLOTS];  // that the block has copied for earlier tiles
+    Tile tiles[COMPUTE_WARPS];  // that each computing warp is at: its registers are scarce
 
     __device__ __forceinline__ void init() {
         for (int i = 0; i < 2 * STAGES; i++) {
@@ -170,16 +169,11 @@ template <int DP, int STAGES> __device__ __forceinline__ void copy_pages(const C
 template <int DP, int STAGES> __device__ __forceinline__ void copy_q(const Prefill& p, Ring<DP, STAGES>& ring, uint8_t* smem) {
     using R = Ring<DP, STAGES>;
     HeadBlocks blocks(p.num_heads, p.num_kv_heads);
-    int items = num_items(p, blocks, R::PARTS), thread = threadIdx.x - (COMPUTE_WARPS + 1) * 32, i = 0, pages = 0;
+    int items = num_items(p, blocks, R::PARTS), thread = threadIdx.x - (COMPUTE_WARPS + 1) * 32, i = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, i++) {
         Tile tile = read_tile(p, blocks.per_group * p.num_kv_heads, item / R::PARTS);
         ptx::mbarrier_wait(&ring.q_empty[i % R::Q_SLOTS], i / R::Q_SLOTS % 2 ^ 1);
         load_q<DP, ROWS>(p, tile, blocks, R::q_buffer(smem, i), thread, Q_THREADS, [](int row, int chunk) { return page_chunk(chunk, row, DP) * 16; });
-        if (thread == 0) {
-            ring.tiles[i % R::Q_SLOTS] = tile;
-            ring.pages_before[i % R::Q_SLOTS] = pages;
-        }
-        pages += tile.pages;
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         ptx::fence_async_shared();
@@ -278,11 +272,17 @@ template <int DP, int STAGES> __device__ __forceinline__ void compute_tiles(cons
     using R = Ring<DP, STAGES>;
     HeadBlocks blocks(p.num_heads, p.num_kv_heads);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    for (int i = 0; blockIdx.x + i * gridDim.x < num_items(p, blocks, R::PARTS); i++) {
+    int items = num_items(p, blocks, R::PARTS), i = 0, pages_before = 0;  // pages that earlier tiles of this block had
+    for (int item = blockIdx.x; item < items; item += gridDim.x, i++) {
         int slot = i % R::Q_SLOTS;
+        // Each warp reads it for itself: mbarriers would order a copy from the copying warps too, but racecheck cannot see it.
+        const Tile& tile = ring.tiles[warp];
+        if (lane == 0) ring.tiles[warp] = read_tile(p, blocks.per_group * p.num_kv_heads, item / R::PARTS);
+        __syncwarp();
         ptx::mbarrier_wait(&ring.q_full[slot], i / R::Q_SLOTS % 2);
         uint64_t q = ptx::wgmma_descriptor(ptx::shared_address(R::q_buffer(smem, i)) + warp / 4 * (64 * 128));
-        compute_tile<DP, STAGES>(p, blocks, ring.tiles[slot], ring, smem, q, ring.pages_before[slot], (blockIdx.x + i * gridDim.x) % R::PARTS * R::COLUMNS, warp, lane);
+        compute_tile<DP, STAGES>(p, blocks, tile, ring, smem, q, pages_before, item % R::PARTS * R::COLUMNS, warp, lane);
+        pages_before += tile.pages;
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&ring.q_empty[slot]);
     }

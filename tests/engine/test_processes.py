@@ -244,7 +244,8 @@ async def test_a_long_question_of_an_operator_delays_nobody(model_dir: Path, tmp
 async def test_a_pool_smaller_than_the_context_is_the_context(model_dir: Path) -> None:
     """One page of KV: short requests are served, longer ones are the client's fault (413), never a 500."""
     async with await Server.start(model_dir, "--kv-tokens", "1") as server, aiohttp.ClientSession() as session:
-        async with session.post(server.url + "/infer", json={"input": "hi", "logit_bias": {}}) as response:
+        ban = {"logit_bias": {str(POISON): -100}}  # 126 drawn tokens would else meet the poisoned one now and then
+        async with session.post(server.url + "/infer", json={"input": "hi", **ban}) as response:
             assert response.status in (200, 400)
         assert (await complete(session, server, max_tokens=100))[0] == 200
         assert (await complete(session, server, prompt="x" * 120))[0] == 200
