@@ -257,6 +257,17 @@ def test_compile_errors_are_the_compilers(tmp_path: Path) -> None:
         ex.run(Launch("absent", "k", ONE, ONE, (CommonArgument(0),)))
 
 
+def test_kernel_files_share_their_stacks(tmp_path: Path) -> None:
+    """A process may have 65530 mappings (vm.max_map_count); a guard below each of 1024 stacks costs two."""
+    (tmp_path / "small.cu").write_text(
+        '#include "common.cuh"\nextern "C" __global__ void k(const Common c) { ptx::wait_for_previous(); __syncthreads(); }'
+    )
+    run(EmulatedExecutor(sources=[CASES]), "turns", np.zeros(64, np.int32), np.int32(1), block=128)
+    before = Path("/proc/self/maps").read_text().count("\n")
+    EmulatedExecutor(sources=[tmp_path]).run(Launch("small", "k", ONE, (1024, 1, 1), (CommonArgument(0),)))
+    assert Path("/proc/self/maps").read_text().count("\n") < before + 100
+
+
 def ptx_functions(path: Path) -> dict[str, set[int]]:
     """Name -> numbers of parameters. The call site that the emulator passes on is not one."""
     found: dict[str, set[int]] = {}
