@@ -259,9 +259,8 @@ def test_compile_errors_are_the_compilers(tmp_path: Path) -> None:
 
 def test_kernel_files_share_their_stacks(tmp_path: Path) -> None:
     """A process may have 65530 mappings (vm.max_map_count); a guard below each of 1024 stacks costs two."""
-    (tmp_path / "small.cu").write_text(
-        '#include "common.cuh"\nextern "C" __global__ void k(const Common c) { ptx::wait_for_previous(); __syncthreads(); }'
-    )
+    kernel = 'extern "C" __global__ void k(const Common c) { ptx::wait_for_previous(); __syncthreads(); }'
+    (tmp_path / "small.cu").write_text(f'#include "common.cuh"\n{kernel}\n')
     run(EmulatedExecutor(sources=[CASES]), "turns", np.zeros(64, np.int32), np.int32(1), block=128)
     before = Path("/proc/self/maps").read_text().count("\n")
     EmulatedExecutor(sources=[tmp_path]).run(Launch("small", "k", ONE, (1024, 1, 1), (CommonArgument(0),)))
