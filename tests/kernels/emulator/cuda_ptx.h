@@ -80,7 +80,6 @@ inline void tma_prefetch_map(const TensorMap*) {}
 inline void tma_store_2d(const TensorMap* map, int x, int y, const void* shared) { emulator::tma_store_2d(map, x, y, shared); }
 inline void bulk_commit() { emulator::bulk_commit(); }
 template <int PENDING> inline void bulk_wait_read() { emulator::bulk_wait(PENDING); }
-template <int PENDING> inline void bulk_wait() { emulator::bulk_wait(PENDING); }
 
 // ---- clusters, sm_90
 inline uint32_t cluster_rank() { return emulator::current->block->cluster_rank; }
@@ -91,7 +90,6 @@ inline void cluster_sync(EMULATOR_SITE) {
     emulator::cluster_arrive();
     emulator::cluster_wait(file, line);
 }
-inline void mbarrier_arrive_cluster(uint64_t* bar, uint32_t rank) { emulator::mbarrier_arrive(bar, 1, 0, rank); }
 inline void mbarrier_arrive_remote(uint64_t* bar, uint32_t rank) { emulator::mbarrier_arrive(bar, 1, 0, rank); }
 inline void bulk_copy_multicast(void* shared, const void* global, int bytes, uint64_t* bar, uint32_t ranks) {
     emulator::bulk_copy(shared, global, bytes, bar, ranks);
@@ -119,16 +117,11 @@ template <int PENDING> inline void wgmma_wait() { emulator::wgmma_wait(PENDING);
 template <int PENDING, int N> inline void wgmma_wait(float (&)[N]) { emulator::wgmma_wait(PENDING); }
 template <int REGISTERS> inline void registers_raise() {}
 template <int REGISTERS> inline void registers_lower() {}
-template <int N> inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate = 1, EMULATOR_SITE) {
+template <int N> inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate, EMULATOR_SITE) {
     static_assert(N % 8 == 0 && N >= 8 && N <= 256);
     emulator::wgmma(N, d, nullptr, a, b, accumulate != 0, file, line);
 }
-// A from registers, in the layout of mma_16816 (warp w of the warpgroup: rows 16w..16w+15).
-template <int N> inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate = 1, EMULATOR_SITE) {
-    static_assert(N % 8 == 0 && N >= 8 && N <= 256);
-    emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line);
-}
-// A from registers, B N-major.
+// A from registers in the layout of mma_16816 (warp w of the warpgroup: rows 16w..16w+15), B N-major.
 template <int N> inline void wgmma_transposed(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate, EMULATOR_SITE) {
     static_assert(N == 64);
     emulator::wgmma(N, d, a, 0, b, accumulate != 0, file, line, true);

@@ -59,18 +59,22 @@ class _LaunchRecord(ctypes.Structure):  # internal.h:Launch
         ("regions", ctypes.c_void_p),
         ("num_regions", ctypes.c_uint32),
         ("begins_late", ctypes.c_uint32),
+        ("stacks", ctypes.c_void_p),
     ]
 
 
+_one_launch = threading.Lock()  # all libraries use the same stacks
+_stacks = (ctypes.c_void_p * 16)()  # of each block of a cluster; memory.cpp allocates them
+
+
 class _Library:
-    """One compiled kernel file. Its runtime has one set of fibers: one launch at a time."""
+    """One compiled kernel file."""
 
     def __init__(self, source: Path, hopper: bool, includes: Sequence[Path]) -> None:
         path, self.kernels = build(source, hopper, includes)
         self.name = source.name
         self.handle = ctypes.CDLL(str(path))
         self.handle.emulator_message.restype = ctypes.c_char_p
-        self.lock = threading.Lock()
 
     def signature(self, kernel: str) -> list[str]:
         function = getattr(self.handle, f"{kernel}__signature")
@@ -82,7 +86,8 @@ class _Library:
 
     def run(self, kernel: str, record: _LaunchRecord) -> None:
         record.invoke = ctypes.cast(getattr(self.handle, f"{kernel}__invoke"), ctypes.c_void_p).value
-        with self.lock:
+        record.stacks = ctypes.addressof(_stacks)
+        with _one_launch:
             if self.handle.emulator_run(ctypes.byref(record)):
                 raise EmulationError(f"{kernel}: {self.handle.emulator_message().decode()}")
 

@@ -32,6 +32,9 @@ struct Launch {  // executor.py packs it
     Region* regions;
     uint32_t num_regions;
     uint32_t begins_late;  // out: the next launch cannot begin before the one before this has ended
+    // Of each block of a cluster; one set for all libraries of the process, because a guard below each stack costs two of
+    // the process's limited number of mappings.
+    uint8_t** stacks;
 };
 
 struct Barrier {

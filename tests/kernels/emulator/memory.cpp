@@ -28,7 +28,6 @@ uint8_t* statics;
 uint32_t static_bytes, static_rounded, dynamic_rounded;
 BlockState* loaded;
 uint8_t* regions[MAX_CLUSTER];
-uint8_t* stacks[MAX_CLUSTER];
 constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE};
 struct sigaction old_actions[3];
 stack_t old_stack;
@@ -71,13 +70,15 @@ void guard(uint8_t* at) {
 
 void prepare_rank(uint32_t rank) {
     BlockState& block = blocks[rank];
+    if (launch.stacks[rank] == nullptr) {
+        launch.stacks[rank] = reserve(MAX_THREADS * STACK_STRIDE);
+        for (uint32_t i = 0; i < MAX_THREADS; i++) guard(launch.stacks[rank] + i * STACK_STRIDE);
+    }
     if (regions[rank] == nullptr) {
-        stacks[rank] = reserve(MAX_THREADS * STACK_STRIDE);
-        for (uint32_t i = 0; i < MAX_THREADS; i++) guard(stacks[rank] + i * STACK_STRIDE);
         regions[rank] = reserve(REGION + GUARD);
         guard(regions[rank] + REGION);
         block.fibers = fibers + rank * MAX_THREADS;
-        for (uint32_t i = 0; i < MAX_THREADS; i++) block.fibers[i].stack = stacks[rank] + i * STACK_STRIDE + GUARD;
+        for (uint32_t i = 0; i < MAX_THREADS; i++) block.fibers[i].stack = launch.stacks[rank] + i * STACK_STRIDE + GUARD;
     }
     block.dynamic = regions[rank] + REGION - dynamic_rounded;
     block.statics = (uint8_t*)realloc(block.statics, static_rounded);
@@ -93,7 +94,7 @@ void handle_fault(int signal_number, siginfo_t* info, void*) {
     if (signal_number == SIGFPE) fail("integer division by zero, or its result does not fit");
     uintptr_t address = (uintptr_t)info->si_addr;
     for (uint32_t rank = 0; rank < launch.cluster; rank++) {
-        uintptr_t end = (uintptr_t)regions[rank] + REGION, stack = (uintptr_t)stacks[rank];
+        uintptr_t end = (uintptr_t)regions[rank] + REGION, stack = (uintptr_t)launch.stacks[rank];
         if (address >= end && address < end + GUARD)
             fail("access past the end of dynamic shared memory: byte %zu of %u", address - (uintptr_t)blocks[rank].dynamic, launch.shared_bytes);
         if (address >= stack && address < stack + MAX_THREADS * STACK_STRIDE)

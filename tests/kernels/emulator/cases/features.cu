@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(128) ring(const Common common, cons
     out[i] = sum;
 }
 
-// d (64, 32) = a (64, K) b (32, K)^T by wgmma, two stages fed by TMA; A from shared memory or from registers.
-extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common, const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, float* d, int k_blocks, int from_registers) {
+// d (64, 32) = a (64, K) b (32, K)^T by wgmma, two stages fed by TMA.
+extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common, const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, float* d, int k_blocks) {
     begin_kernel(common);
     ptx::wait_for_previous();
     DYNAMIC_SHARED(smem);
@@ -220,20 +220,12 @@ extern "C" __global__ void __launch_bounds__(160) warpgroup(const Common common,
         return;
     }
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    float acc[16] = {};
+    float acc[16];  // the first wgmma does not read it
     for (int k = 0; k < k_blocks; k++) {
         ptx::mbarrier_wait(&full[k % 2], k / 2 & 1);
         uint32_t a = ptx::shared_address(smem + k % 2 * 12288), b = a + 8192;
-        uint32_t fa[4][4];
-        for (int step = 0; step < 4; step++) {
-            int row = 16 * warp + lane % 16, chunk = 2 * step + lane / 16;
-            ptx::ldmatrix_x4(fa[step], a + row * 128 + (chunk ^ (row & 7)) * 16);
-        }
         ptx::wgmma_fence();
-        for (int step = 0; step < 4; step++) {
-            if (from_registers) ptx::wgmma<32>(acc, fa[step], ptx::wgmma_descriptor(b + 32 * step));
-            else ptx::wgmma<32>(acc, ptx::wgmma_descriptor(a + 32 * step), ptx::wgmma_descriptor(b + 32 * step));
-        }
+        for (int step = 0; step < 4; step++) ptx::wgmma<32>(acc, ptx::wgmma_descriptor(a + 32 * step), ptx::wgmma_descriptor(b + 32 * step), k + step);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::mbarrier_arrive(&empty[k % 2]);

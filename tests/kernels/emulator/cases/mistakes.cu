@@ -180,7 +180,7 @@ extern "C" __global__ void wgmma_mistakes(const Common common, float* out, int m
     float acc[16] = {};
     if (mistake == 3 && threadIdx.x >= 96) return;
     if (mistake != 4) ptx::wgmma_fence();
-    ptx::wgmma<32>(acc, ptx::wgmma_descriptor(a), ptx::wgmma_descriptor(a + 8192));
+    ptx::wgmma<32>(acc, ptx::wgmma_descriptor(a), ptx::wgmma_descriptor(a + 8192), 1);
     if (mistake != 2) ptx::wgmma_commit();
     if (mistake != 1) ptx::wgmma_wait<0>();
     out[threadIdx.x] = acc[0];
