@@ -2,7 +2,8 @@
 
 16 GB in four shards, written in a few seconds: every tensor is a different window of one pool of random values, so that
 no two matrices are the same and nothing is zero (zeros run faster than real data on a GPU). The tokenizer is
-tests/tiny.py's; ids beyond it can be sent as token ids.
+tests/tiny.py's, filled up with words that nothing merges to: every id the model draws is text, so that a stream has an
+event for each of its tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from appliance.safetensors_writer import TensorSource, write_safetensors
-from tests.tiny import CHAT_TEMPLATE, tokenizer_json
+from tests.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tokenizer_json
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
@@ -47,6 +49,15 @@ def shapes() -> dict[str, tuple[int, ...]]:
             layer + "mlp.down_proj.weight": (hidden, inter),
         }  # fmt: skip
     return result | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def full_tokenizer() -> dict[str, Any]:
+    """tests/tiny.py's tokenizer, with a word for each further id of the vocabulary."""
+    tokenizer = tokenizer_json()
+    vocab = tokenizer["model"]["vocab"]
+    for token_id in range(VOCAB_SIZE, 128256):
+        vocab[f"\u0120w{token_id}"] = token_id  # U+0120 is byte-level BPE's space
+    return tokenizer
 
 
 def random_pool(seed: int) -> Bits:
@@ -85,7 +96,7 @@ def make_llama8b(directory: Path, *, seed: int = 0) -> Path:
     index = {"metadata": {"total_size": sum(s.num_bytes for file in files for s in file)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    (directory / "tokenizer.json").write_text(json.dumps(full_tokenizer()))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|im_end|>", "bos_token": "<|bos|>", "chat_template": CHAT_TEMPLATE})
     )
