@@ -129,6 +129,7 @@ def step_prepare(
             _i32(num_rows), _i32(decode_rows), _i32(num_logits_rows), _i32(max_slots), _i32(table_width),
             _i32(num_pages), _i32(window), _i32(vocab_size),
         ),
+        dependent=False,  # decode attention copies keys of earlier steps before its predecessors have ended
     )  # fmt: skip
 
 

@@ -232,7 +232,10 @@ def test_smollm2_greedy_text(smollm2: Engine) -> None:
 # ---- the comparison itself -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.npz")), ids=lambda path: path.stem)
+WITH_LOGITS = sorted(path for path in GOLDEN.glob("*.npz") if path.stem != "smollm2_forced")  # that is tests/gpu's
+
+
+@pytest.mark.parametrize("path", WITH_LOGITS, ids=lambda path: path.stem)
 def test_golden_values_are_worth_the_tolerance(path: Path) -> None:
     """transformers agrees with itself (attention kernels, whole and stepwise) ten times better than we must, and
     every way of misreading the config moves the logits a hundred times more than we may."""
