@@ -69,9 +69,11 @@ struct Common {
 
 #include "ptx.cuh"
 
-// Fail the request in `slot` and leave a report. Any thread; rare.
+// Fail the request in `slot` and leave a report: one a slot, code and step (slot_errors is cleared by step_prepare), which
+// is the first in time. NaN spreads: without that rule a long prefill would send millions of reports over the bus, and the
+// ring would keep the last ones, which say nothing of where it began. Any thread; rare.
 __device__ __noinline__ inline void report_error(const Common& common, ErrorCode code, int head, int slot, int position, int value) {
-    atomicOr(&common.slot_errors[slot], 1u << code);
+    if (atomicOr(&common.slot_errors[slot], 1u << code) >> code & 1u) return;
     uint32_t index = atomicAdd(&common.errors->written, 1u) % ERROR_RING_ENTRIES;
     ErrorEntry entry = {code, common.op, common.layer, head, slot, position, value, ptx::sm_id()};
     common.errors->entries[index] = entry;

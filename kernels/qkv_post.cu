@@ -142,7 +142,8 @@ __device__ __forceinline__ void process_heads(const Common& common, const Heads&
             for (int j = 0; j < N; j++) x[i][j] = __fadd_rn(x[i][j], bias[j]);
         if (norm != nullptr) normalise(x[i], weight, h.head_dim, h.eps);
         if (head < rotated) rotate(x[i], cos, sin, lane, half / N);
-        report_nonfinite(common, x[i], head * h.head_dim + d, inside, lane, head, slot, position);
+        // A padding row may hold what a NaN of an earlier step left behind: it belongs to nobody.
+        report_nonfinite(common, x[i], head * h.head_dim + d, inside && slot != h.dummy_slot, lane, head, slot, position);
         if (d >= DP) continue;
         if (!inside) {  // zeros so far, but for a NaN that rope may have brought from inside
 #pragma unroll

@@ -395,7 +395,8 @@ class CudaRunner:
         total = checksums.num_blocks(nbytes)
         for first in range(0, total, CHECKSUM_BLOCKS):
             count = min(CHECKSUM_BLOCKS, total - first)
-            launch = row_kernels.checksum(self.buffers["weights"], nbytes, scratch, first_block=first, blocks=count)
+            out = scratch + first * checksums.PARTS * 8  # uint64; a launch numbers its sums from 0
+            launch = row_kernels.checksum(self.buffers["weights"], nbytes, out, first_block=first, blocks=count)
             self.device.run(self.prepared.untimed([launch]))
             yield
         parts = np.zeros(total * checksums.PARTS, np.uint64)

@@ -25,6 +25,7 @@ from engine.types import SamplingParams, StepBatch
 from tests.engine.overlap_world import Answers, drive, request
 from tests.engine.runner_models import VARIANTS, Feeder, make_config, make_weights, prompt
 from tests.kernels.emulated_step_device import EmulatedStepDevice, device_weights, emulated_runner
+from tests.kernels.emulator import guarded_array
 from tests.tiny import make_tiny_model
 
 POISON = 7
@@ -309,6 +310,27 @@ def test_checksum_of_the_arena(model_dir: Path) -> None:
     assert isinstance(runner.device, EmulatedStepDevice)
     runner.device.buffers["weights"][12345] ^= 16
     assert not run()["ok"]
+
+
+def test_checksum_of_many_pieces(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena that takes several launches: each leaves its sums where the others' are not."""
+    from kernels.checksum import BLOCK_BYTES, PARTS, checksum, num_blocks
+
+    monkeypatch.setattr("engine.cuda.runner.CHECKSUM_BLOCKS", 1)
+    memory = guarded_array((2 * BLOCK_BYTES + 4096,), np.uint8)
+    memory[...] = np.random.default_rng(3).integers(0, 256, memory.shape, np.uint8)
+    sums = guarded_array((num_blocks(memory.nbytes) * PARTS,), np.uint64)
+    runner = tiny_runner(model_dir)
+    runner.buffers = {**runner.buffers, "weights": memory.ctypes.data, "scratch": sums.ctypes.data}
+    assert isinstance(runner.device, EmulatedStepDevice)
+    runner.device.buffers["sums"] = sums.view(np.uint8)
+    runner.weights_bytes, runner.weights_checksum = memory.nbytes, checksum(memory.data)
+    job, pieces = runner.checksum(), 0
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(job)
+            pieces += 1
+    assert pieces == 3 and end.value.value["ok"]
 
 
 def test_what_the_sampler_was_not_made_for_is_refused_at_once(model_dir: Path) -> None:
