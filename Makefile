@@ -7,16 +7,17 @@ MODEL := smollm2
 BACKEND := cpu
 export PYTHON
 BIN = .venv/bin
+SETUP = $(if $(filter cuda,$(BACKEND)),setup-gpu kernels,setup)
 
 .PHONY: help demo serve test test-full test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: setup ## start the server with a real small model, ask it something, print answers and speed, stop
+demo: $(SETUP) ## start the server with a real small model, ask it something, print answers and speed, stop
 	@$(BIN)/appliance demo --model $(MODEL) --backend $(BACKEND)
 
-serve: setup ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODEL=smollm2 BACKEND=cpu)
+serve: $(SETUP) ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODEL=smollm2 BACKEND=cpu)
 	@exec $(BIN)/appliance serve --model $(MODEL) --backend $(BACKEND) --host $(HOST) --port $(PORT) $(if $(ARGS),-- $(ARGS))
 
 test: setup-dev ## all tests, reduced counts (what CI runs)
@@ -52,7 +53,7 @@ setup: ## the venv for demo and serve
 setup-dev: ## the venv for the tests
 	@.ci/setup dev
 
-setup-gpu:
+setup-gpu: ## the venv for BACKEND=cuda (compiles PyCUDA once: needs nvcc and g++)
 	@.ci/setup gpu
 
 setup-bench:

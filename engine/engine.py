@@ -101,8 +101,12 @@ class Engine:
             log, logging.INFO, "weights_loaded", bytes=backend.weights_bytes, seconds=round(load_seconds, 3),
             backend=backend.name, checksum=backend.weights_checksum,
         )  # fmt: skip
-        engine = cls(config, model, backend, load_seconds=load_seconds)
-        engine.warm_up()
+        try:
+            engine = cls(config, model, backend, load_seconds=load_seconds)
+            engine.warm_up()
+        except BaseException:
+            backend.close()
+            raise
         return engine
 
     def warm_up(self) -> None:

@@ -8,6 +8,7 @@ kernels/registers.txt is the checked-in extract of it that a change must not alt
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -82,6 +83,15 @@ def build(
     """
     compiler = nvcc_version()
     out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:  # one build of a folder at a time: `make kernels` beside `make test`
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(folder, out, compiler, only_arch, names, jobs, force, say)
+
+
+def _build(
+    folder: Path, out: Path, compiler: str, only_arch: str | None, names: tuple[str, ...], jobs: int, force: bool,
+    say: bool,
+) -> list[Resources]:  # fmt: skip
     old, old_resources = _previous(out, compiler)
     entries: dict[str, FileEntry] = {}
     resources: dict[str, list[Resources]] = {}

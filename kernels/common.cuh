@@ -33,7 +33,7 @@ enum ErrorCode : uint32_t {
 };
 
 struct ErrorEntry {  // 32 bytes, engine/cuda/errors.py reads it
-    uint32_t code;
+    uint32_t code;  // written last; the host puts 0 back when it has read the entry
     uint32_t op;  // OpId below
     int32_t layer;
     int32_t head;
@@ -56,7 +56,7 @@ enum OpId : uint32_t {
     OP_DOWN = 8, OP_LM_HEAD = 9, OP_SAMPLER = 10,
 };
 
-// First parameter of every kernel, 40 bytes. engine/cuda/launch.py packs it.
+// First parameter of every kernel, 40 bytes. engine/cuda/executor.py packs it.
 struct Common {
     ErrorRing* errors;       // never null
     uint32_t* slot_errors;   // (max_slots + 1,): bit ErrorCode is set for a slot whose request must fail
@@ -76,7 +76,11 @@ __device__ __noinline__ inline void report_error(const Common& common, ErrorCode
     if (atomicOr(&common.slot_errors[slot], 1u << code) >> code & 1u) return;
     uint32_t index = atomicAdd(&common.errors->written, 1u) % ERROR_RING_ENTRIES;
     ErrorEntry entry = {code, common.op, common.layer, head, slot, position, value, ptx::sm_id()};
-    common.errors->entries[index] = entry;
+    ErrorEntry* place = &common.errors->entries[index];
+    place->op = entry.op, place->layer = entry.layer, place->head = entry.head, place->slot = entry.slot;
+    place->position = entry.position, place->value = entry.value, place->sm = entry.sm;
+    __threadfence_system();  // the host may read while a later step is still reporting
+    *(volatile uint32_t*)&place->code = entry.code;
     __threadfence_system();
 }
 

@@ -194,8 +194,8 @@ def untile(tiled: int, out: int, *, rows: int, columns: int, row_map: RowMap = R
 
 
 def checksum(memory: int, nbytes: int, out: int, *, first_block: int = 0, blocks: int | None = None) -> Launch:
-    """Sums of blocks first_block .. + blocks - 1 (default: to the end) of the memory, PARTS uint64 each, to out (those of
-    first_block at its beginning).
+    """Sums of blocks first_block .. + blocks - 1 (default: to the end) of the memory, PARTS uint64 each, to out, those
+    of first_block at its beginning.
 
     kernels/checksum.py:combine makes one value of all of them. A slice of blocks lets other work of the GPU go between.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-_INSTALL = "Install the engine with its gpu extra: pip install 'llm-appliance[gpu]'."
+_INSTALL = "Run `make setup-gpu` in the checkout (it installs PyCUDA and cuda-bindings, hash-checked)."
 _DRIVER = "Install an NVIDIA driver of branch 580 or newer (CUDA 13) and check that `nvidia-smi` lists the GPU."
 
 

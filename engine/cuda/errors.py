@@ -153,7 +153,8 @@ class DeviceFault:
 class DeviceErrors:
     """Reads the error ring in mapped host memory: `ring` is a uint8 array of RING_BYTES that kernels write.
 
-    Call `take` only when the step that may have written is known to have ended (the kernel's writes are then visible).
+    `take` may be called while a later step runs: an entry whose code is still 0 is being written and is left for the
+    next call.
     """
 
     def __init__(self, ring: npt.NDArray[np.uint8]) -> None:
@@ -166,12 +167,21 @@ class DeviceErrors:
 
     def take(self) -> list[DeviceFault]:
         """Faults reported since the last call, oldest first; at most RING_ENTRIES, the rest is counted in `lost`."""
-        written = int(self._written[0])
-        new = (written - self._seen) % (1 << 32)
-        self._seen = written
-        self.lost += max(0, new - RING_ENTRIES)
-        new = min(new, RING_ENTRIES)
-        return [self._fault(self._entries[(written - new + i) % RING_ENTRIES]) for i in range(new)]
+        new = (int(self._written[0]) - self._seen) % (1 << 32)
+        if new > RING_ENTRIES:
+            self.lost += new - RING_ENTRIES
+            self._seen += new - RING_ENTRIES
+            new = RING_ENTRIES
+        faults = []
+        for _ in range(new):
+            entry = self._entries[self._seen % RING_ENTRIES]
+            if entry["code"] == 0:
+                break
+            faults.append(self._fault(entry))
+            self._entries["code"][self._seen % RING_ENTRIES] = 0
+            self._seen += 1
+        self._seen %= 1 << 32
+        return faults
 
     @staticmethod
     def _fault(entry: Any) -> DeviceFault:

@@ -65,7 +65,7 @@ class CudaExecutor:
         self.path = kernels.path
         self.num_multiprocessors = context.info.num_multiprocessors
         self.trace_index = 0
-        self._dependent_launch = context.info.compute_capability >= (9, 0)
+        self._dependent_launch = kernels.path == "hopper"  # PTX of compute_80 knows no ptx::wait_for_previous
         self._max_shared_bytes = context.info.max_shared_bytes
         self._shared_bytes: dict[tuple[str, str], int] = {}  # dynamic shared memory a function was allowed
         self._tensor_maps: dict[TensorMap2D | TileMap, bytes] = {}

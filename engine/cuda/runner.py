@@ -162,7 +162,7 @@ class CudaRunner:
         self.device.synchronize()
 
     def warm_up(self) -> None:
-        """Run every bucket once on padding alone and capture its graphs; prepare the usual prefill sizes."""
+        """Run every bucket once on padding alone and capture its graphs."""
         empty = StepRecords(0, [], [], np.zeros(0, np.int32), np.zeros((0, 2), np.int32), [], [], [])
         transfer = self._transfers[0]
         for bucket in self.sizes.buckets if self._use_graphs else ():

@@ -1,9 +1,9 @@
 """Times of the last million steps in shared memory: written by engine-core, read by anybody, without a lock.
 
-The file is a header of 4096 bytes, then 2^20 entries of 64 bytes (64 MiB; tmpfs takes memory only for what was
-written). Entry i is number `i` modulo 2^20; its `number` field is i + 1 and is written last, 0 while the others change,
-so a reader that sees the same right number before and after it copied an entry has a whole one. One writer. The order
-of its stores is that of the program on x86; elsewhere a reader could in theory see a torn entry.
+The file is a header of 4096 bytes, then 2^20 entries of 64 bytes (64 MiB, taken at the start). Entry i is number `i`
+modulo 2^20; its `number` field is i + 1 and is written last, 0 while the others change, so a reader that sees the
+same right number before and after it copied an entry has a whole one. One writer. The order of its stores is that of
+the program on x86; elsewhere a reader could in theory see a torn entry.
 
 Times come from CUDA events outside the graph (resolution about half a microsecond). They are sums of differences, so
 `begin_ns` 0 is the first step, not a wall clock; `host_ns` is CLOCK_MONOTONIC when the host took the step's results.
@@ -64,6 +64,26 @@ class Kind(IntEnum):
     KERNEL = 3  # one kernel of a profiled step; times by %globaltimer, on the device's own clock
 
 
+def _temporary(path: str) -> str:
+    return f"{path}.{os.getpid()}.tmp"
+
+
+def _new_file(path: str, size: int) -> tuple[int, mmap.mmap]:
+    """A file of its own beside `path`, renamed over it when its header is written: another engine or a reader that has
+    the old one mapped keeps that one. Its memory is taken now: a tmpfs that is full later would be a SIGBUS."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(f"{path} is no regular file")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(_temporary(path), flags, 0o640)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return fd, mmap.mmap(fd, size)
+    except OSError:
+        os.close(fd)
+        os.unlink(_temporary(path))
+        raise
+
+
 class StepRingWriter:
     """`path` None: an anonymous file (memfd), to be read through /proc/PID/fd/N. ConfigError if it cannot be made."""
 
@@ -74,17 +94,16 @@ class StepRingWriter:
         try:
             if path is None:
                 self._fd = os.memfd_create("appliance-steps", os.MFD_CLOEXEC)
+                os.ftruncate(self._fd, size)
+                self._map = mmap.mmap(self._fd, size)
             else:
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._fd = os.open(path, flags, 0o640)
-                if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                    raise OSError(f"{path} is no regular file")
-            os.ftruncate(self._fd, size)
-            self._map = mmap.mmap(self._fd, size)
+                self._fd, self._map = _new_file(path, size)
         except OSError as error:
             raise ConfigError(f"cannot make the step ring: {error}", hint="choose another --step-ring") from error
         self._written = 0
         _HEADER.pack_into(self._map, 0, MAGIC, SCHEMA, ENTRY.itemsize, num_entries, 0)
+        if path is not None:
+            os.rename(_temporary(path), path)
 
     @property
     def readable_as(self) -> str:

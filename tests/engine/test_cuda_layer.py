@@ -156,11 +156,24 @@ def test_a_ring_that_overflowed_keeps_the_newest_and_counts_the_rest():
 def test_the_count_may_wrap():
     ring = np.zeros(errors.RING_BYTES, np.uint8)
     reader = errors.DeviceErrors(ring)
-    ring[:4].view(np.uint32)[0] = 0xFFFFFFFF
+    for i in range(0xFFFFFFFF - errors.RING_ENTRIES, 0xFFFFFFFF):
+        put_entry(ring, i, code=4)
     reader.take()
-    put_entry(ring, 0xFFFFFFFF, value=1)
-    put_entry(ring, 0x100000000, value=2)
+    put_entry(ring, 0xFFFFFFFF, code=4, value=1)
+    put_entry(ring, 0x100000000, code=4, value=2)
     assert [fault.value for fault in reader.take()] == [1, 2]
+
+
+def test_an_entry_that_is_being_written_is_left_for_the_next_call():
+    """A later step may be reporting while an earlier one is collected: the count goes up first, the code comes last."""
+    ring = np.zeros(errors.RING_BYTES, np.uint8)
+    reader = errors.DeviceErrors(ring)
+    put_entry(ring, 0, code=4, value=1)
+    put_entry(ring, 1, code=0, value=2)
+    assert [fault.value for fault in reader.take()] == [1]
+    assert reader.take() == []
+    put_entry(ring, 1, code=4, value=2)
+    assert [fault.value for fault in reader.take()] == [2] and reader.lost == 0
 
 
 def test_codes_of_a_newer_kernel_are_still_reported():
@@ -245,7 +258,7 @@ def test_without_libraries_or_driver_the_backend_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ConfigError, match="cuda-bindings") as caught:
         load()
-    assert "llm-appliance[gpu]" in (caught.value.hint or "")
+    assert "make setup-gpu" in (caught.value.hint or "")
     bindings = types.ModuleType("cuda.bindings")
     bindings.driver = types.SimpleNamespace()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def engine(gpu: Gpu) -> Iterator[Engine]:
     from appliance.models import ModelStore
 
     store = ModelStore()
+    if os.environ.get("APPLIANCE_REQUIRE_GPU") == "1":
+        store.pull("smollm2")  # nothing to do when it is there
     try:
         directory = store.path("smollm2")
     except ApplianceError as error:

@@ -113,8 +113,9 @@ def test_a_bad_row_is_an_error_of_that_row_only(kind, size):
     states = [SampleState(sampling(**item), [0], size, 0) for item in options]
     device.set_slots(dict(enumerate(states)))
     for wrong in range(4):
-        check(device, [Row(bad if slot == wrong else good, slot, states[slot]) for slot in range(4)])
-        check(device, [Row(bad if slot == wrong else good, slot, states[slot], target=0) for slot in range(4)])
+        for target in (None, 0):
+            device.machine.executor.slot_errors[:] = 0  # a new step
+            check(device, [Row(bad if slot == wrong else good, slot, states[slot], target=target) for slot in range(4)])
     entries = device.machine.executor.error_entries
     assert len(entries) == 8 and set(entries["code"]) == {5} and set(entries["position"]) == {7}
 

@@ -150,3 +150,28 @@ def test_a_ring_that_cannot_be_made_says_which_option(tmp_path: Path) -> None:
             StepRingWriter(str(path), num_entries=4)
         assert "--step-ring" in str(caught.value.hint)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_second_engine_on_the_same_path_takes_nothing_from_the_first(tmp_path: Path) -> None:
+    """It gets a new file in its place: whoever has the old one mapped keeps it (a truncated mapping is a SIGBUS)."""
+    path = str(tmp_path / "steps")
+    first = StepRingWriter(path, 64)
+    reader = StepRingReader(path)
+    second = StepRingWriter(path, 64)
+    fields = {"rows": 1, "begin_ns": 0, "end_ns": 5, "gap_ns": 0, "tokens": 1, "decodes": 1, "host_ns": 9}
+    for step in range(3):
+        first.write(Kind.EAGER, step=step, **fields)
+    assert reader.written == 3 and StepRingReader(path).written == 0
+    second.write(Kind.EAGER, step=7, **fields)
+    assert reader.written == 3 and StepRingReader(path).written == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["steps"]
+    first.close()
+    second.close()
+
+
+def test_its_memory_is_taken_at_the_start(tmp_path: Path) -> None:
+    """A sparse file on a tmpfs that is full later would kill the engine in the middle of a step."""
+    writer = StepRingWriter(str(tmp_path / "steps"), 4096)
+    status = (tmp_path / "steps").stat()
+    assert status.st_blocks * 512 >= status.st_size > 4096 * 64
+    writer.close()
