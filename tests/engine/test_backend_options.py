@@ -80,5 +80,5 @@ def test_cuda_without_a_gpu_is_refused_and_says_what_to_install(tmp_path: Path) 
                "--port", "0"]  # fmt: skip
     result: Any = subprocess.run(command, capture_output=True, text=True, env=python_env(), timeout=60)
     assert result.returncode == 4
-    assert "llm-appliance[gpu]" in result.stderr or "driver" in result.stderr
+    assert "make setup-gpu" in result.stderr or "driver" in result.stderr
     assert "Traceback" not in result.stderr
