@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from engine.types import Weights
 
 
+HASHED_BYTES = 8 << 20
+"""Logits that are looked at and hashed between two steps: a few milliseconds, which no stream notices."""
+
+
 class Probe:
     """OutOfPages, and nothing is done, when the pool has no room for the probed sequence now."""
 
@@ -37,9 +41,13 @@ class Probe:
         with contextlib.closing(replay(self._kv_cache, token_ids, self._chunk_tokens)) as batches:
             for _start, batch in batches:
                 logits = self._backend.forward(batch)
-                finite = finite and bool(np.isfinite(logits).all())
-                digest.update(logits.tobytes())
                 yield
+                rows = max(1, HASHED_BYTES // logits[0].nbytes)  # a page of logits of a large vocabulary is 66 MB
+                for first in range(0, len(logits), rows):
+                    part = logits[first : first + rows]
+                    finite = finite and bool(np.isfinite(part).all())
+                    digest.update(memoryview(part).cast("B"))
+                    yield
         return {"sha256": digest.hexdigest(), "positions": len(token_ids), "finite": finite}
 
     def is_finite(self, token_ids: list[int]) -> bool:

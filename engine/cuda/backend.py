@@ -17,7 +17,7 @@ from engine.cuda.runner import CudaRunner
 from engine.cuda.step_device import CudaStepDevice
 from engine.cuda.step_ring import StepRingWriter
 from engine.cuda.step_state import table_width
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.fixed_softmax import MAX_VOCAB
 from engine.log import log_event
 from engine.types import PAGE_TOKENS
@@ -42,7 +42,10 @@ def load_cuda(config: CoreConfig, model: ModelConfig, progress: Callable[[int, i
     try:
         return _load(config, model, sizes, context, progress)
     except BaseException:
-        context.close()
+        try:
+            context.close()
+        except EngineError as error:  # the first error says what to do and has the right exit status
+            log_event(log, logging.ERROR, "close_failed", error.message)
         raise
 
 
