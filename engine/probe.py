@@ -46,7 +46,7 @@ class Probe:
                 for first in range(0, len(logits), rows):
                     part = logits[first : first + rows]
                     finite = finite and bool(np.isfinite(part).all())
-                    digest.update(memoryview(part).cast("B"))
+                    digest.update(part.data.cast("B"))
                     yield
         return {"sha256": digest.hexdigest(), "positions": len(token_ids), "finite": finite}
 
