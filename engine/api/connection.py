@@ -13,18 +13,33 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, cast
 
+import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.errors import ApiError
 from engine.api.service import CONTEXT
+from engine.errors import ConfigError
 from engine.log import log_event
 
 if TYPE_CHECKING:
     from engine.api.service import Context, Service
 
 logger = logging.getLogger(__name__)
+
+
+AIOHTTP = "3.14."
+"""Connection uses private attributes of aiohttp's protocol: under another release it would drop every request."""
+
+
+def check_library() -> None:
+    """ConfigError under a release of aiohttp that Connection was not made for."""
+    if not aiohttp.__version__.startswith(AIOHTTP):
+        raise ConfigError(
+            f"aiohttp {aiohttp.__version__} is installed; the endpoint was made for {AIOHTTP}x",
+            hint="run `make setup`, or install the locked packages of .ci/requirements",
+        )
 
 
 def raw_response(error: ApiError) -> bytes:

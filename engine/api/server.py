@@ -23,7 +23,7 @@ from aiohttp import web
 
 from engine.api.app import build_app
 from engine.api.config import ApiConfig, check_bind, is_loopback, tls_context
-from engine.api.connection import Connection
+from engine.api.connection import Connection, check_library
 from engine.api.errors import unavailable
 from engine.api.service import SERVICE, EngineClient, Service, Tokenizer
 from engine.errors import BusyError, ConfigError
@@ -56,6 +56,7 @@ async def run_server(
     `handle_signals` is for a process that ends when this returns: from then on it ignores them, so that a second
     SIGTERM does not turn a clean exit into a death.
     """
+    check_library()
     if host is None and unix_path is None:
         raise ConfigError("nowhere to listen", hint="give a host, a Unix socket path, or both")
     if host is not None:

@@ -6,11 +6,13 @@ import asyncio
 import json
 import threading
 
+import aiohttp
 import pytest
 
+from engine.api.connection import check_library
 from engine.client import EngineClient
 from engine.core_config import CoreConfig
-from engine.errors import AdmissionError, EngineDead, QueueFull
+from engine.errors import AdmissionError, ConfigError, EngineDead, QueueFull
 
 from .fakes import Script
 
@@ -225,3 +227,13 @@ async def test_bodies_held_in_memory_are_bounded_together(make_endpoint):
     assert (await first)[0] == 200
     assert (await post(2000))[0] == 200  # given back
     assert endpoint.service._buffered_bytes == 0
+
+
+def test_another_release_of_aiohttp_is_refused_at_the_start(monkeypatch):
+    """Its private attributes differ: every request would be dropped without a word (seen with a system package)."""
+    check_library()
+    for version in ("3.13.2", "3.15.0", "4.0.0a1"):
+        monkeypatch.setattr(aiohttp, "__version__", version)
+        with pytest.raises(ConfigError, match=f"aiohttp {version} is installed") as caught:
+            check_library()
+        assert "make setup" in str(caught.value.hint)
