@@ -7,7 +7,7 @@ import pytest
 from kernels import attention
 from kernels.attention import AttentionShape
 from tests.kernels import cases_attention as cases
-from tests.kernels.test_emulated_rows import EmulatedDevice
+from tests.kernels.emulated_device import EmulatedDevice
 
 LENGTHS = [1, 130, 2, 33, 128, 257, 64]
 

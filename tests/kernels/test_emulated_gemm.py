@@ -8,43 +8,17 @@ import os
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kernels.gemm import DECODE_ROWS, Epilogue, decode_launch, decode_plan, gemm_launch, portable_launch
 from kernels.launch import Launch, Op
 from tests.kernels.cases_gemm import Launcher, Loaded, Problem, check_same_bits
 from tests.kernels.cases_rows import from_bf16, to_bf16
-from tests.kernels.emulator import EmulatedExecutor, guarded_array
+from tests.kernels.emulated_device import EmulatedDevice
+from tests.kernels.emulator import EmulatedExecutor
 
 EPILOGUES: tuple[Epilogue, ...] = ("f32", "add", "swiglu")
 SEEDS = (0, 1, 2, 3)  # orders of threads and arrivals of copies: see EmulatedExecutor
-
-
-class EmulatedBuffer:
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = guarded_array(array.shape, array.dtype)
-        self._array[...] = array
-        self.address = self._array.ctypes.data
-
-    def read(self) -> npt.NDArray[Any]:
-        return self._array.copy()
-
-
-class EmulatedDevice:
-    """tests/kernels/cases_rows.py:Device."""
-
-    def __init__(self, path: str, seed: int) -> None:
-        self.executor = EmulatedExecutor(path, seed)
-
-    def put(self, array: npt.NDArray[Any]) -> EmulatedBuffer:
-        return EmulatedBuffer(array)
-
-    def run(self, launch: Launch) -> None:
-        self.executor.run(launch)
-
-    def take_errors(self) -> list[dict[str, int]]:
-        raise NotImplementedError
 
 
 def planned(num_multiprocessors: int, **changes: Any) -> Launcher:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kernels.gemm import Epilogue, portable_launch
 from kernels.gemm_prefill import VARIANTS, Variant, prefill_launch, prefill_plan, variant_plan
 from tests.kernels.cases_gemm import Launcher, Problem, check_same_bits
-from tests.kernels.test_emulated_gemm import EPILOGUES, EmulatedDevice
+from tests.kernels.emulated_device import EmulatedDevice
+from tests.kernels.test_emulated_gemm import EPILOGUES
 
 MULTIPROCESSORS = 4  # few, so that a block has several tiles
 
