@@ -35,43 +35,50 @@ def _rows(items: list[str], per_line: int) -> list[str]:
 
 
 def function(n: int) -> str:
-    """The specialisation for one width n (columns)."""
+    """wgmma for one width n (columns)."""
     count = n // 2
-    outputs = _rows([f"%{i}" for i in range(count)], 16)
-    operands = _rows([f'"+f"(d[{i}])' for i in range(count)], 8)
-    lines = [
-        "template <>",
-        f"__device__ __forceinline__ void wgmma<{n}>(float (&d)[{count}], uint64_t descriptor_a,",
+    return _specialisation(
+        n,
+        f"wgmma<{n}>(float (&d)[{count}], uint64_t descriptor_a,",
         "                                            uint64_t descriptor_b, int accumulate) {",
-        '    asm volatile("{\\n.reg .pred p;\\n"',
-        f'                 "setp.ne.b32 p, %{count + 2}, 0;\\n"',
-        f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{"',
-        *[f'                 "{row}{"," if i + 1 < len(outputs) else ""}"' for i, row in enumerate(outputs)],
-        f'                 "}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"',
-        "                 : " + (",\n                   ".join(operands)),
-        '                 : "l"(descriptor_a), "l"(descriptor_b), "r"(accumulate));',
-        "}",
-    ]
-    return "\n".join(lines) + "\n"
+        predicate=count + 2,
+        operands=[f"%{count}, %{count + 1}, p, 1, 1, 0, 0"],
+        inputs='"l"(descriptor_a), "l"(descriptor_b), "r"(accumulate)',
+    )
 
 
 def transposed_function(n: int) -> str:
     """The same with A in registers and B transposed."""
     count = n // 2
+    return _specialisation(
+        n,
+        f"wgmma_transposed<{n}>(float (&d)[{count}], const uint32_t (&a)[4],",
+        "                                                       uint64_t descriptor_b, int accumulate) {",
+        predicate=count + 5,
+        operands=[f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, ", f"%{count + 4}, p, 1, 1, 1"],
+        inputs='"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_b), "r"(accumulate)',
+    )
+
+
+def _specialisation(n: int, first: str, second: str, *, predicate: int, operands: list[str], inputs: str) -> str:
+    """`first`, `second`: the lines of the signature. `predicate`: number of the operand that says accumulate;
+    `operands`: the instruction's after d, a line each."""
+    count = n // 2
     outputs = _rows([f"%{i}" for i in range(count)], 16)
-    operands = _rows([f'"+f"(d[{i}])' for i in range(count)], 8)
+    registers = _rows([f'"+f"(d[{i}])' for i in range(count)], 8)
+    rest = ["}, " + operands[0], *operands[1:]]
+    rest[-1] += ";\\n}"
     lines = [
         "template <>",
-        f"__device__ __forceinline__ void wgmma_transposed<{n}>(float (&d)[{count}], const uint32_t (&a)[4],",
-        "                                                       uint64_t descriptor_b, int accumulate) {",
+        f"__device__ __forceinline__ void {first}",
+        second,
         '    asm volatile("{\\n.reg .pred p;\\n"',
-        f'                 "setp.ne.b32 p, %{count + 5}, 0;\\n"',
+        f'                 "setp.ne.b32 p, %{predicate}, 0;\\n"',
         f'                 "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{"',
         *[f'                 "{row}{"," if i + 1 < len(outputs) else ""}"' for i, row in enumerate(outputs)],
-        f'                 "}}, {{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, "',
-        f'                 "%{count + 4}, p, 1, 1, 1;\\n}}"',
-        "                 : " + (",\n                   ".join(operands)),
-        '                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor_b), "r"(accumulate));',
+        *[f'                 "{row}"' for row in rest],
+        "                 : " + (",\n                   ".join(registers)),
+        f"                 : {inputs});",
         "}",
     ]
     return "\n".join(lines) + "\n"
