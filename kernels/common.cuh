@@ -105,10 +105,12 @@ constexpr int WARP_ARRIVALS = 32;
 #else
 constexpr int WARP_ARRIVALS = 1;
 #endif
+#if HAS_SM90
 __device__ __forceinline__ void warp_arrive(uint64_t* bar, int lane) {
     __syncwarp();
     if (WARP_ARRIVALS == 32 || lane == 0) ptx::mbarrier_arrive(bar);
 }
+#endif
 
 // ---- layouts ---------------------------------------------------------------------------------------------------------
 
