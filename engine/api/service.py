@@ -14,6 +14,7 @@ from aiohttp import web
 from engine.api.auth import KeyStore
 from engine.api.errors import ApiError, unavailable
 from engine.api.metrics import Metrics
+from engine.api.relay import NO_RELAY, RelayHeaders
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -100,6 +101,7 @@ class Context:
     buffered_bytes: int = 0  # of its body, see Service.reserve
     error_code: str | None = None  # for the log line
     error_param: str | None = None
+    relay: RelayHeaders = NO_RELAY  # what a gateway says of it
 
 
 class Service:
@@ -131,6 +133,7 @@ class Service:
         self.connections = 0
         self.metrics_public = True  # False on a listener beyond loopback
         self._buffered_bytes = 0
+        self._longest_token: int | None = None
 
     async def offload(self, function: Callable[..., R], *args: Any, size: int) -> R:
         """Run something long in the tokenizer's threads. `size` is about how many bytes it works on: large work has a
@@ -143,6 +146,17 @@ class Service:
             return await loop.run_in_executor(self.large_pool, lambda: function(*args))
         finally:
             self.large_backlog_bytes -= size
+
+    async def longest_token(self) -> int:
+        """Bytes of the longest token of the vocabulary: no token adds more characters than that to a text."""
+        if self._longest_token is None:
+            tokenizer = self.tokenizer
+
+            def look() -> int:
+                return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+            self._longest_token = await self.offload(look, size=0)
+        return self._longest_token
 
     def check_large_backlog(self, num_bytes: int) -> None:
         """429 for a large body while too much large work waits; one that waits for nobody is always taken."""
