@@ -3,13 +3,13 @@ r"""The trusted headers between a gateway and this engine, and the exact resumpt
 Only on the Unix socket; on any other listener a request with one of these headers is refused (400 `relay_header`).
 
 Request headers, each at most once:
-  X-Appliance-Tenant: LABEL     1 to 256 characters of UTF-8. Part of the prefix cache's salt, so that tenants never share
+  X-Appliance-Tenant: LABEL     1 to 256 characters of UTF-8. Part of the prefix cache's salt, so tenants never share
                                 pages; `key` of the log line. Every generating route, elsewhere without effect.
   X-Appliance-Relay: 1          asks for what is listed under "Answers". Every route.
   X-Appliance-Seed: N           0 <= N < 2**64, the seed of a request that gives none (or -1). 400 if it gives another.
   X-Appliance-Created: N        unix seconds, `created` of the answer. /v1/completions and /v1/chat/completions.
   X-Request-Id: ID              as anybody may send it; it makes the answer's `id`.
-  X-Appliance-Resume: LIST      needs Relay, Seed, Created and X-Request-Id, and the first attempt's body ("stream": true).
+  X-Appliance-Resume: LIST      needs Relay, Seed, Created, X-Request-Id and the first attempt's body ("stream": true).
                                 LIST = INDEX:STATE joined by commas, no spaces, each INDEX once, in any order. An INDEX
                                 that is left out has sent nothing; an empty LIST is fine.
 
@@ -29,8 +29,8 @@ Answers to a request with X-Appliance-Relay: 1
       \n
   An answer with status >= 400 has the same words in a header: X-Appliance-Error: CODE retry|final.
 
-Resuming: the engine computes everything again (same bits), checks that what was sent is the beginning of it (STATE holds
-a CRC), leaves that out, and goes on. The events before the cut and then those of the second stream give what one
+Resuming: the engine computes everything again (same bits), checks that what was sent is the beginning of it (STATE
+holds a CRC), leaves that out, and goes on. The events before the cut and then those of the second stream give what one
 undisturbed stream gives: text, logprobs, finish reasons, usage, id, created. A LIST that cannot belong to the request:
 400 `bad_resume`. What was sent is not what is computed: 409 `resume_diverged` (an error event if other choices have
 events already): one of the two devices computes wrongly, or it was another release.
