@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,8 @@ class _Answer:
             "model": service.config.model,
             "system_fingerprint": service.fingerprint,
         }
-        self.progress: dict[int, Progress] = dict(self.relay.resume or {})  # of each choice, with what was sent before
+        sent = self.relay.resume or {}
+        self.progress = {index: dataclasses.replace(progress) for index, progress in sent.items()}  # so far, by choice
 
     async def run(self, prompts: list[Prompt], streaming: bool | None, with_usage: bool) -> web.StreamResponse:
         headers = {SEED_HEADER: str(self.plan.params.seed)}
