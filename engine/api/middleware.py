@@ -16,7 +16,7 @@ from aiohttp import web
 
 from engine.api.auth import bearer
 from engine.api.errors import SERVER, ApiError, bad_request, from_engine
-from engine.api.relay import ERROR_HEADER, error_words, parse_headers
+from engine.api.relay import ERROR_HEADER, RELAY_HEADER, error_words, parse_headers
 from engine.api.routes import ROUTES, Access, Route
 from engine.api.service import CONTEXT, SERVICE, Context
 from engine.errors import EngineError
@@ -85,7 +85,7 @@ def _refused(request: web.Request, error: ApiError) -> web.Response:
     context = request[CONTEXT]
     context.error_code, context.error_param = error.code, error.param
     response = error.response()
-    if context.relay.relay:
+    if request.headers.get(RELAY_HEADER) == "1" and _is_unix(request):
         response.headers[ERROR_HEADER] = error_words(error)
     return response
 

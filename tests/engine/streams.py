@@ -62,7 +62,9 @@ def resume_header(blocks: list[str]) -> str:
     return ",".join(f"{index}:{state}" for index, state in last_ids(blocks).items())
 
 
-async def resume(http: aiohttp.ClientSession, path: str, body: dict[str, Any], first: Stream, sent: list[str]) -> Stream:
+async def resume(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any], first: Stream, sent: list[str]
+) -> Stream:
     """The stream that goes on behind `sent`, the blocks of `first` (and of earlier resumptions) that went out."""
     return await post(http, path, body, X_Appliance_Resume=resume_header(sent), **first.pinned)
 

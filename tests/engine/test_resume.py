@@ -18,10 +18,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.engine.streams import assemble, check_every_cut, last_ids, post, resume, resume_header, session
 from tests.serving import MODEL, Server
 from tests.tiny import make_tiny_model
-
-from tests.engine.streams import assemble, check_every_cut, last_ids, post, resume, resume_header, session
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.asyncio(loop_scope="module")]
 
