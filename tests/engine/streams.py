@@ -114,7 +114,11 @@ def _merge(into: dict[str, Any], choice: dict[str, Any]) -> None:
 async def check_every_cut(
     first_engine: aiohttp.ClientSession, second_engine: aiohttp.ClientSession, path: str, body: dict[str, Any]
 ) -> Stream:
-    """Cut after every event, go on on the second engine, all cuts at once: the client always has the same answer."""
+    """Cut after every event, go on on the second engine, all cuts at once: the client always has the same answer.
+
+    Both engines have the prompt in their prefix caches: until a choice's first token nothing fixes `cached_tokens`."""
+    for http in (first_engine, second_engine):
+        await post(http, path, body)
     whole = await post(first_engine, path, body)
     assert whole.status == 200, whole.blocks
     expected = assemble(whole.blocks)

@@ -112,6 +112,18 @@ async def test_cut_around_a_stop_token(engines: Engines) -> None:
     assert assemble(stopped.blocks)["choices"][0]["stop_reason"] == token
 
 
+@pytest.mark.parametrize("cold_first", [True, False])
+async def test_usage_tells_what_the_first_engine_took_from_its_cache(engines: Engines, cold_first: bool) -> None:
+    """What a client pays for does not change because its stream was moved to an engine with another cache."""
+    body = {"prompt": LONG, "max_tokens": 6, "temperature": 0, "cache_salt": f"cold{cold_first}", **USAGE}
+    await post(engines.two if cold_first else engines.one, COMPLETIONS, body)
+    first = await post(engines.one, COMPLETIONS, body)
+    cached = assemble(first.blocks)["usage"][0]["prompt_tokens_details"]["cached_tokens"]
+    assert (cached == 0) == cold_first
+    rest = await resume(engines.two, COMPLETIONS, body, first, first.blocks[:2])
+    assert assemble(first.blocks[:2] + rest.blocks) == assemble(first.blocks)
+
+
 async def test_cut_again_and_again(engines: Engines) -> None:
     """A resumed stream is cut too, and goes on on the first engine: ids count from the beginning, not from the cut."""
     rng = random.Random(7)
