@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
     from engine.api.config import ApiConfig
     from engine.api.run import Run
-    from engine.messages import Fatal, Generate, Loading, Ready, Stats, Tokens
+    from engine.messages import Fatal, Generate, Loading, LoadPhase, Ready, Stats, Tokens
 
 R = TypeVar("R")
 _SLOW_STEPS = 4
+_LOAD_PARTS: dict[LoadPhase, tuple[float, float]] = {
+    "weights": (0.0, 0.8),
+    "checksum": (0.8, 0.9),
+    "warm-up": (0.9, 0.99),
+}
 
 
 class RequestHandle(Protocol):
@@ -49,6 +54,10 @@ class EngineClient(Protocol):
     def stats(self) -> Stats | None: ...
     @property
     def last_stats_at(self) -> float: ...
+    @property
+    def last_step_at(self) -> float | None: ...
+    @property
+    def open_requests(self) -> int: ...
     @property
     def queued_requests(self) -> int: ...
     @property
@@ -186,10 +195,7 @@ class Service:
         if self.drain_reason is not None or state == "draining":
             return "draining", self.drain_reason or "the engine is draining"
         if state == "loading" or self.client.ready is None:
-            loading = self.client.loading
-            if loading is None or not loading.total_bytes:
-                return "loading", "the model is loading"
-            return "loading", f"the model is loading ({100 * loading.done_bytes // loading.total_bytes} %)"
+            return "loading", f"the model is loading ({100 * self.load_fraction:.0f} %)"
         silent = time.monotonic() - self.client.last_stats_at
         stats = self.client.stats
         # A large model on a slow CPU may need longer than the limit for one honest step.
@@ -206,6 +212,18 @@ class Service:
         if problem is not None:
             code, reason = problem
             raise unavailable(reason, code)
+
+    @property
+    def load_fraction(self) -> float:
+        """Of the load, 0 to 1; never falls, and is 1 only when the model is loaded. Each phase has a part that is about
+        its share of the time."""
+        if self.client.ready is not None:
+            return 1.0
+        loading = self.client.loading
+        if loading is None:
+            return 0.0
+        start, end = _LOAD_PARTS[loading.phase]
+        return start + (end - start) * (min(loading.done / loading.total, 1.0) if loading.total else 0.0)
 
     @property
     def max_model_len(self) -> int:
