@@ -94,7 +94,7 @@ class Box:
         self.stop()
 
     def start(self, timeout: float = BOOT_SECONDS) -> Box:
-        """Boots it; returns once systemd says `running`. HostError names the reason, the failed units and the journal."""
+        """Boots it; returns once systemd says `running`, else HostError with the failed units and the journal."""
         deadline = time.monotonic() + timeout
         self.number, number_socket = _take_number()
         self.cgroup = cgroup2_mount() / f"appliance-box-{self.number}"

@@ -17,19 +17,26 @@ import pytest
 
 from tests.host import evidence
 from tests.host.box import BOX, Box, why_no_box
+from tests.host.qemu import why_no_qemu
 from tests.host.roots import Recipe, is_cached, root_filesystem
+from tests.host.vm import Machine
+from tests.host.vm_image import Image
 
 HOST_SECONDS = 1500  # of a test that may have to build its host first
-_FIXTURES = {"box": ("box", "new_box", "box_root")}
+_FIXTURES = {"box": ("box", "new_box", "box_root"), "vm": ("vm", "new_machine", "vm_image")}
 
 NewBox = Callable[..., Box]
+NewMachine = Callable[..., Machine]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, fixtures in _FIXTURES.items():
             if not set(fixtures).isdisjoint(getattr(item, "fixturenames", ())):
                 item.add_marker(marker)
+                if marker == "vm" and item.get_closest_marker("xdist_group") is None:
+                    item.add_marker(pytest.mark.xdist_group("vm"))  # one worker has them, so one machine at a time
                 if item.get_closest_marker("timeout") is None:
                     item.add_marker(pytest.mark.timeout(HOST_SECONDS))
 
@@ -84,3 +91,33 @@ def new_box(box_root: Path) -> Iterator[NewBox]:
 def box(new_box: NewBox) -> Box:
     """A fresh box for this test."""
     return new_box()
+
+
+@pytest.fixture(scope="session")
+def vm_image() -> Image:
+    """The disk that machines start from: a bare Debian 12 server, without anything that the appliance brings."""
+    require(why_no_qemu())
+    image = Image()
+    if os.environ.get("APPLIANCE_OFFLINE") and not is_cached(image.name, image.digest()):
+        pytest.skip("APPLIANCE_OFFLINE is set and the machine's disk is not in the cache")
+    image.directory()
+    return image
+
+
+@pytest.fixture
+def new_machine(vm_image: Image) -> Iterator[NewMachine]:
+    """Machines of this test alone, for crash tests and installs: `new_machine(memory=3072)`; each is booted, and its
+    disk is removed at the end of the test."""
+    with ExitStack() as machines:
+
+        def make(*, image: Image | None = None, **options: Any) -> Machine:
+            return machines.enter_context(Machine(image or vm_image, **options))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def vm(vm_image: Image) -> Iterator[Machine]:
+    """One machine for all tests that leave it as they found it."""
+    with Machine(vm_image) as machine:
+        yield machine

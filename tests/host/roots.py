@@ -77,7 +77,11 @@ def cached(name: str, key: str, build: Callable[[Path], None]) -> Path:
             building = cache / f".building-{name}-{key}"
             shutil.rmtree(building, ignore_errors=True)  # a builder died: we hold its lock
             building.mkdir()
-            build(building)
+            try:
+                build(building)
+            except BaseException:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
             os.sync()  # else a power cut could leave the name with empty files behind it
             building.rename(entry)
             _forget_others(cache, name, entry)
