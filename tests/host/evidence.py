@@ -9,10 +9,11 @@ _kept: list[tuple[str, str]] = []
 
 
 class Evidence:
-    """A title and a way to read the text from the host while that is alive."""
+    """A title and a way to read the text from the host while that is alive. `shared`: by tests that may not use it."""
 
     def __init__(self, title: str, read: Callable[[], str]) -> None:
         self.title, self._read = title, read
+        self.shared = False
 
     def live(self) -> None:
         _living.append(self)
@@ -34,9 +35,11 @@ class Evidence:
             return f"could not be read: {error!r}"
 
 
-def collect() -> list[tuple[str, str]]:
-    """Titles and texts of every living host and of those that went since the last call because something failed."""
-    found = [*_kept, *((evidence.title, evidence.text()) for evidence in _living)]
+def collect(shared: bool) -> list[tuple[str, str]]:
+    """Titles and texts of the living hosts, the shared ones only if asked for, and of those that went since the last
+    call because something failed."""
+    living = [evidence for evidence in _living if shared or not evidence.shared]
+    found = [*_kept, *((evidence.title, evidence.text()) for evidence in living)]
     _kept.clear()
     return found
 

@@ -46,7 +46,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Journals and consoles of the hosts that live now, under the traceback of what failed."""
     report: Any = yield
     if report.failed:
-        report.sections += evidence.collect()
+        report.sections += evidence.collect(shared="vm" in getattr(item, "fixturenames", ()))
     elif report.when == "teardown":
         evidence.forget()
     return report
@@ -120,4 +120,5 @@ def new_machine(vm_image: Image) -> Iterator[NewMachine]:
 def vm(vm_image: Image) -> Iterator[Machine]:
     """One machine for all tests that leave it as they found it."""
     with Machine(vm_image) as machine:
+        machine.evidence.shared = True
         yield machine

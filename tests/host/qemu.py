@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,23 @@ class Monitor:
             if key in message:
                 return message[key]  # events have other keys
         raise HostError("qemu closed its control socket")
+
+    def save(self, path: Path, deadline: float) -> None:
+        """Stops the guest and writes its state (memory, devices) to `path`; its disk is flushed."""
+        self.execute("stop")
+        self.execute("migrate", uri=f"exec:cat > {shlex.quote(str(path))}")
+        while (status := self.execute("query-migrate").get("status")) != "completed":
+            if status in ("failed", "cancelled") or time.monotonic() > deadline:
+                raise HostError(f"qemu did not save its state ({status})")
+            time.sleep(0.1)
+
+    def wake(self, deadline: float) -> None:
+        """After a start with -incoming: lets the guest run once its state is read."""
+        while (status := self.execute("query-status")["status"]) == "inmigrate":
+            if time.monotonic() > deadline:
+                raise HostError(f"qemu did not read its state ({status})")
+            time.sleep(0.02)
+        self.execute("cont")
 
     def forward(self, guest_port: int, host_port: int = 0) -> int:
         """A loopback port of this machine that leads to the guest's; 0 lets the kernel choose."""

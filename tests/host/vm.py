@@ -14,6 +14,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.host import qemu
+from tests.host import qemu, vm_booted
 from tests.host.evidence import Evidence
 from tests.host.roots import HostError, cache_directory
 from tests.host.vm_image import HOST_ALIAS, Image
@@ -39,17 +40,22 @@ class Machine:
 
     memory:   MiB
     internet: lets the guest out through this machine (off: an install must do without)
+    cold:     boots at `start` as well; else, under software emulation, it wakes from a state saved after its first
+              boot (vm_booted.py), seconds after it was asked for. `boot` is always a boot.
     """
 
+    directory: Path  # disk.qcow2, console, qemu.log, ssh_config
+
     def __init__(
-        self, image: Image | None = None, *, memory: int = 2048, cpus: int = 2, internet: bool = False
+        self,
+        image: Image | None = None,
+        *,
+        memory: int = 2048,
+        cpus: int = 2,
+        internet: bool = False,
+        cold: bool = False,
     ) -> None:
-        self.image = (image or Image()).directory()
-        machines = cache_directory() / "machines"
-        machines.mkdir(exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(dir=machines))
-        self._sockets = Path(tempfile.mkdtemp(prefix="appliance-vm-", dir="/tmp"))  # unix(7): 108 characters at most
-        self._qmp = self._sockets / "qmp"
+        self._image, self._cold = image or Image(), cold
         self._options = {"memory": memory, "cpus": cpus, "internet": internet}
         self._guard: subprocess.Popen[str] | None = None
         self._monitor: qemu.Monitor | None = None
@@ -69,12 +75,15 @@ class Machine:
         self.stop()
 
     def start(self, timeout: float = BOOT_SECONDS) -> Machine:
-        """Boots it from a fresh disk; returns when ssh works."""
+        """A fresh disk, switched on; returns when ssh works."""
+        self.image = self._image.directory()
+        woken = None if self._cold else vm_booted.find(self._image, self._options)
+        machines = cache_directory() / "machines"
+        machines.mkdir(exist_ok=True)
+        self.directory = Path(tempfile.mkdtemp(dir=machines))
+        self._sockets = Path(tempfile.mkdtemp(prefix="appliance-vm-", dir="/tmp"))  # unix(7): 108 characters at most
+        self._qmp = self._sockets / "qmp"
         command = qemu.command_line(self.image, self.directory, self._qmp, **self._options)  # type: ignore[arg-type]
-        _check(
-            "qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", str(self.image / "disk.raw"),
-            str(self.directory / "disk.qcow2"),
-        )  # fmt: skip
         spec = {
             "parent": os.getpid(), "command": command, "log": str(self.directory / "qemu.log"),
             "directories": [str(self.directory), str(self._sockets)],
@@ -85,36 +94,55 @@ class Machine:
         )  # fmt: skip
         self.evidence.live()
         try:
-            return self.boot(timeout)
+            base = woken / "disk.qcow2" if woken else self.image / "disk.raw"
+            _check(
+                "qemu-img", "create", "-q", "-f", "qcow2", "-F", base.suffix[1:], "-b", str(base),
+                str(self.directory / "disk.qcow2"),
+            )  # fmt: skip
+            return self.boot(timeout, woken / "state" if woken else None)
         except BaseException:
             self.evidence.keep()
             self.stop()
             raise
 
-    def boot(self, timeout: float = BOOT_SECONDS) -> Machine:
-        """Switches it on (after `kill` or a poweroff), from the disk as it is; returns when ssh works."""
+    def boot(self, timeout: float = BOOT_SECONDS, state: Path | None = None) -> Machine:
+        """Switches it on (after `kill` or `power_off`), from the disk as it is; returns when ssh works."""
         if self.alive():
             raise HostError("the machine runs already")
         deadline = time.monotonic() + timeout
         self._switched_off()
-        pid = int(self._tell("start"))
+        pid = int(
+            self._tell(json.dumps(["start", *(["-incoming", f"exec:cat {shlex.quote(str(state))}"] if state else [])]))
+        )
         try:
             self._pidfd = os.pidfd_open(pid)
-            self._connect(deadline)
+            monitor = self._monitor = self._connect(deadline)
+            if state:
+                monitor.wake(deadline)
             for guest, host in (self._ports or {22: 0}).items():
-                self._ports[guest] = self._monitor.forward(guest, host)  # type: ignore[union-attr]
+                self._ports[guest] = monitor.forward(guest, host)
         except (OSError, HostError) as error:
             raise HostError(f"qemu does not run ({error}): {self._read('qemu.log')}") from error
         self._write_ssh_config()
         self._wait_for_ssh(deadline)
+        if state:
+            self.run(f"date --utc --set=@{time.time():.0f}")  # its clock went on where it had stopped
         return self
+
+    def save(self, directory: Path) -> None:
+        """Stops the running machine and keeps its disk and memory as `disk.qcow2` and `state` (vm_booted.py)."""
+        self._close_ssh()
+        assert self._monitor
+        self._monitor.save(directory / "state", time.monotonic() + 300)
+        self.kill()
+        shutil.copyfile(self.directory / "disk.qcow2", directory / "disk.qcow2")
 
     def alive(self) -> bool:
         return self._pidfd >= 0 and not select.select([self._pidfd], [], [], 0)[0]
 
     def kill(self) -> None:
         """A power cut: qemu gets SIGKILL. What the guest had flushed stays on its disk, see qemu.py:command_line."""
-        self._tell("kill")
+        self._tell('["kill"]')
         self._switched_off()
 
     def power_off(self, timeout: float = 120.0) -> None:
@@ -175,11 +203,10 @@ class Machine:
         print(command, file=self._guard.stdin, flush=True)
         return self._guard.stdout.readline()
 
-    def _connect(self, deadline: float) -> None:
+    def _connect(self, deadline: float) -> qemu.Monitor:
         while True:
             try:
-                self._monitor = qemu.Monitor(self._qmp)
-                return
+                return qemu.Monitor(self._qmp)
             except OSError:
                 if not self.alive() or time.monotonic() > deadline:
                     raise

@@ -1,7 +1,8 @@
 """Between a test and its qemu: `python -m tests.host.vm_guard SPEC`, so that neither qemu nor the machine's files stay
 behind when the test process is killed.
 
-Reads lines from stdin: `start` starts qemu and prints its pid, `kill` ends it with SIGKILL and prints its status.
+Reads JSON lines from stdin: ["start", OPTION...] starts qemu with these further options and prints its pid, ["kill"]
+ends it with SIGKILL and prints its status.
 When stdin closes or the test process dies, qemu is killed and the machine's directories are removed.
 """
 
@@ -31,11 +32,12 @@ def main() -> int:
         poll.register(0, select.POLLIN | select.POLLHUP)
         while True:
             ready = dict(poll.poll())
-            command = os.read(0, 4096).decode().strip() if 0 in ready else ""
-            if not command:
+            line = os.read(0, 4096) if 0 in ready else b""
+            if not line:
                 return 0
+            command, *options = json.loads(line)
             if command == "start":
-                qemu = _start(spec)
+                qemu = _start(spec, options)
                 print(qemu.pid, flush=True)
             elif command == "kill":
                 print(_kill(qemu), flush=True)
@@ -48,11 +50,12 @@ def main() -> int:
             shutil.rmtree(directory)
 
 
-def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start(spec: dict[str, Any], options: list[str]) -> subprocess.Popen[bytes]:
     with Path(spec["log"]).open("ab") as log:
         return subprocess.Popen(
-            spec["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=linux.die_with_parent
-        )
+            [*spec["command"], *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            preexec_fn=linux.die_with_parent,
+        )  # fmt: skip
 
 
 def _kill(qemu: subprocess.Popen[bytes] | None) -> int | None:
