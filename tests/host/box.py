@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Any
@@ -198,20 +199,24 @@ class Box:
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Waits for the command; stdout and stderr are kept. With `check` a status other than 0 raises HostError that
         shows both."""
-        process = self.popen(
-            command, user=user, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-        )  # fmt: skip
-        with process:
-            try:
-                out, err = process.communicate(input, timeout)
-            except BaseException:
-                process.kill()
-                raise
-        done = subprocess.CompletedProcess(list(map(os.fspath, command)), process.returncode, out, err)
+        # Files instead of pipes: a daemon that the command leaves behind would hold pipes open.
+        with ExitStack() as files:
+            out, err, given = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+            given.write(input or "")
+            given.seek(0)
+            with self.popen(command, user=user, cwd=cwd, env=env, stdin=given, stdout=out, stderr=err) as process:
+                try:
+                    process.wait(timeout)
+                except BaseException:
+                    process.kill()
+                    raise
+            for file in (out, err):
+                file.seek(0)
+            words = [os.fspath(word) for word in command]
+            done = subprocess.CompletedProcess(words, process.returncode, out.read(), err.read())
         if check and done.returncode:
             raise HostError(
-                f"in the box: {done.args} ended with status {done.returncode}\n{out[-4000:]}\n{err[-4000:]}"
+                f"in the box: {words} ended with status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
             )
         return done
 

@@ -111,9 +111,8 @@ class Machine:
             raise HostError("the machine runs already")
         deadline = time.monotonic() + timeout
         self._switched_off()
-        pid = int(
-            self._tell(json.dumps(["start", *(["-incoming", f"exec:cat {shlex.quote(str(state))}"] if state else [])]))
-        )
+        wake = ["-incoming", f"exec:cat {shlex.quote(str(state))}"] if state else []
+        pid = int(self._tell("start", *wake))
         try:
             self._pidfd = os.pidfd_open(pid)
             monitor = self._monitor = self._connect(deadline)
@@ -142,7 +141,7 @@ class Machine:
 
     def kill(self) -> None:
         """A power cut: qemu gets SIGKILL. What the guest had flushed stays on its disk, see qemu.py:command_line."""
-        self._tell('["kill"]')
+        self._tell("kill")
         self._switched_off()
 
     def power_off(self, timeout: float = 120.0) -> None:
@@ -196,12 +195,15 @@ class Machine:
             self._pidfd = -1
         self._qmp.unlink(missing_ok=True)
 
-    def _tell(self, command: str) -> str:
+    def _tell(self, *command: str) -> str:
         if self._guard is None:
             raise HostError("the machine is not started")
         assert self._guard.stdin and self._guard.stdout
-        print(command, file=self._guard.stdin, flush=True)
-        return self._guard.stdout.readline()
+        print(json.dumps(command), file=self._guard.stdin, flush=True)
+        answer = self._guard.stdout.readline()
+        if not answer:
+            raise HostError("the machine's guard has ended")
+        return answer
 
     def _connect(self, deadline: float) -> qemu.Monitor:
         while True:
