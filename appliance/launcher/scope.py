@@ -119,14 +119,15 @@ def check_scope(plan: ScopePlan, path: str | None, unit: dict[str, Any], cgroups
     available = _controllers(cgroups)
     for controller, file, expected in _expected_files(plan):
         if controller not in available:
-            unknown.append(f"{file}: no {controller} controller in {cgroups}")
+            unknown.append(controller)
             continue
         found = _read(cgroups / path.lstrip("/") / file)
         if found is None:
             wrong.append(f"{file} is missing: systemd did not enable the {controller} controller")
         elif not _same(file, found, expected):
             wrong.append(f"{file} is {found!r}, not {expected!r}: is there a drop-in for this scope or its slice?")
-    return Findings(tuple(wrong), tuple(unknown))
+    missing = tuple(f"no {controller} controller: its limits do not bite" for controller in dict.fromkeys(unknown))
+    return Findings(tuple(wrong), missing)
 
 
 def _expected_files(plan: ScopePlan) -> list[tuple[str, str, str]]:
@@ -172,6 +173,14 @@ def oom_kills(gpu: int, cgroups: Path = CGROUPS) -> int | None:
     text = _read(cgroups / "appliance.slice" / slice_name(gpu) / "memory.events")
     counts = dict(line.split() for line in (text or "").splitlines() if len(line.split()) == 2)
     return int(counts["oom_kill"]) if counts.get("oom_kill", "").isdigit() else None
+
+
+def scope_groups(gpu: int, cgroups: Path = CGROUPS) -> list[str] | None:
+    """Names of this slot's scopes that have a cgroup; None where cgroup v2 is not mounted at `cgroups`."""
+    if not (cgroups / "cgroup.procs").exists():
+        return None
+    directory = cgroups / "appliance.slice" / slice_name(gpu)
+    return sorted(group.name for group in directory.glob("*.scope")) if directory.is_dir() else []
 
 
 def processes_in(path: str, cgroups: Path = CGROUPS) -> list[int]:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from appliance.launcher.loop import READ, WRITE, Loop
-from appliance.launcher.scope import ScopePlan, scope_name, scope_pattern
+from appliance.launcher.scope import ScopePlan, scope_groups, scope_name, scope_pattern
 from engine.spawn import python_env
 
 CALL_SECONDS = 20.0
+_LOOKS, _LOOK_SECONDS = 6, 0.05
 _KILL_GRACE = 2.0  # the child keeps its own deadline; this is for one that hangs where it cannot
 _MAX_ANSWER = 1 << 20
 
@@ -41,11 +42,27 @@ class SystemdScopes:
         Call(self._loop, request, self._seconds, done)
 
     def stop(self, gpu: int, release: str, done: Done) -> None:
-        """SIGKILL to whatever is left in it; its name is free afterwards."""
-        Call(self._loop, {"op": "stop", "name": scope_name(gpu, release), "kill": True}, self._seconds, done)
+        """SIGKILL to whatever is left in it; no process of it is there afterwards. systemd removes the cgroup of a
+        scope as soon as it is empty, so mostly there is nothing to do."""
+        name = scope_name(gpu, release)
+
+        def look(again: int) -> None:
+            groups = scope_groups(gpu)
+            if groups is not None and name not in groups:
+                done({"ok": True})
+            elif again:
+                self._loop.later(_LOOK_SECONDS, lambda: look(again - 1))
+            else:
+                Call(self._loop, {"op": "stop", "name": name, "kill": True}, self._seconds, done)
+
+        look(_LOOKS)
 
     def clean(self, gpu: int, *, kill: bool, seconds: float, done: Done) -> None:
-        """All scopes of the slot, by name; `kill=False`: they get SIGTERM and their stop timeout to drain."""
+        """All scopes of the slot, by name; `kill=False`: they get SIGTERM and their stop timeout to drain. Where none
+        has a cgroup there is nothing to stop."""
+        if scope_groups(gpu) == []:
+            self._loop.later(0, lambda: done({"ok": True, "stopped": []}))
+            return
         Call(self._loop, {"op": "clean", "pattern": scope_pattern(gpu), "kill": kill}, seconds, done)
 
 

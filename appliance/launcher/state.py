@@ -66,6 +66,6 @@ def _engine_text(engine: EngineProcess) -> str:
         text += f" but {engine.problem}"
     elif engine.state in (State.BACKOFF, State.FAILED):
         text += f": {engine.last_exit}"
-    if engine.unknown:
-        text += f" (limits unknown: {'; '.join(engine.unknown)})"
+    if engine.unknown and engine.live:
+        text += f" ({', '.join(engine.unknown)})"
     return text

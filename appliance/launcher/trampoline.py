@@ -18,11 +18,7 @@ from pathlib import Path
 
 GO = b"go\n"
 REFUSED = 126
-_LIMITS = {
-    resource.RLIMIT_CORE: 0,  # prompts and weights do not belong into core files
-    resource.RLIMIT_NOFILE: 65536,
-    resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY,  # pinned host memory
-}
+_FILES = 65536  # open ones; one for each connection
 # linux/prctl.h
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 23, 24, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -34,11 +30,14 @@ class Refusal(Exception):
 
 
 def set_limits() -> None:
-    for which, value in _LIMITS.items():
-        try:
-            resource.setrlimit(which, (value, value))
-        except (ValueError, OSError) as error:
-            raise Refusal(f"cannot set resource limit {which} to {value}: {error} (see the unit's Limit...)") from None
+    """Hard limits are the unit's to raise (LimitNOFILE=, LimitMEMLOCK=; `appliance doctor` looks); here the soft ones
+    are raised to them, and core files, which would hold prompts, are off."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
 
 def drop_privileges(uid: int, gid: int) -> None:
