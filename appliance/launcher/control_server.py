@@ -79,7 +79,7 @@ class Client:
         request = parse_request(line)
         if isinstance(request, str):
             self.reply(failure(request, code=ExitCode.USAGE))
-        elif self.uid == 0 or (self.uid == self._server.public_uid and request["op"] in PUBLIC_OPS):
+        elif self.uid in self._server.admins or (self.uid == self._server.public_uid and request["op"] in PUBLIC_OPS):
             self._server.handle(request, self)
         else:
             self.reply(failure(f"uid {self.uid} may not do this", hint="run as root", code=ExitCode.REFUSED))
@@ -123,11 +123,13 @@ class ControlServer:
         path: Path,
         handle: Callable[[dict[str, Any], Client], None],
         *,
+        admins: frozenset[int],
         public_uid: int,
         group: int,
     ) -> None:
-        """handle: gets a permitted request and its client, and replies now or later."""
-        self.loop, self.handle, self.public_uid = loop, handle, public_uid
+        """handle: gets a permitted request and its client, and replies now or later. `admins` may ask for everything,
+        `public_uid` for PUBLIC_OPS; `group` may connect."""
+        self.loop, self.handle, self.admins, self.public_uid = loop, handle, admins, public_uid
         self.clients: set[Client] = set()
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -155,6 +157,9 @@ class ControlServer:
         self.clients.add(Client(self, sock))
 
     def close(self) -> None:
+        """Idempotent."""
+        if self._socket.fileno() < 0:
+            return
         self.loop.unwatch(self._socket.fileno())
         self._socket.close()
         for client in list(self.clients):

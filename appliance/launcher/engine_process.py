@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from appliance.hostconfig import HostConfig
@@ -29,7 +29,7 @@ from appliance.log import ApplianceError, ExitCode
 
 ADMISSION_LEAD = 0.3  # seconds between "draining" in state.json and SIGTERM: the gateways look ten times a second
 EXEC_SECONDS = 20.0
-LOADING_POLL, READY_POLL = 0.5, 1.0
+LOADING_POLL, READY_POLL = 0.2, 1.0
 _QUESTION_SECONDS = 5.0
 _STOP_GRACE = 15.0
 _CLEAN_RETRY = 5.0
@@ -48,7 +48,8 @@ class Surroundings:
     plan: Callable[[str], EngineSpec]
     changed: Callable[[], None]  # after every change of what as_dict() shows
     event: Callable[..., None]
-    compare_scope: Callable[..., Findings] = field(default=check_scope)
+    compare_scope: Callable[..., Findings] = check_scope
+    spawn: Callable[[EngineSpec, int, int], tuple[int, socket.socket]] = spawn_trampoline
 
 
 class EngineProcess:
@@ -148,7 +149,7 @@ class EngineProcess:
             return
         self._ooms = oom_kills(self._around.gpu)
         self._stall = StallWatch(self._around.config.engine.stall_timeout)
-        self.pid, self._channel = spawn_trampoline(self.spec, self._around.uid, self._around.gid)
+        self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid)
         self._loop.watch_child(self.pid, self._ended)
         self._move(State.STARTING)
         self._around.scopes.start(self.spec.scope, self.pid, self._scoped)

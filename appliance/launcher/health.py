@@ -149,8 +149,10 @@ def read_health(state: dict[str, Any]) -> Health:
 
 
 def _load_progress(loading: Any) -> float | None:
-    if isinstance(loading, dict) and loading.get("total_bytes"):
-        loading = loading.get("done_bytes", 0) / loading["total_bytes"]
+    """0..1, or the two byte counts of engines before that."""
+    if isinstance(loading, dict):
+        done, total = loading.get("done_bytes"), loading.get("total_bytes")
+        loading = done / total if isinstance(done, int) and isinstance(total, int) and total > 0 else None
     if isinstance(loading, bool) or not isinstance(loading, (int, float)) or not 0 <= loading <= 1:
         return None
     return float(loading)

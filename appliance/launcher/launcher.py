@@ -47,6 +47,7 @@ class User:
 
     uid: int
     gid: int
+    admins: frozenset[int] = frozenset({0})  # who may ask for everything
 
 
 class Launcher:
@@ -79,7 +80,7 @@ class Launcher:
         self._file = StateFile(paths.launcher_state(gpu))
         self._status = ""
         self._server: ControlServer | None = None
-        self._around = Surroundings(loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event)
+        self.around = Surroundings(loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event)
 
     # -- start and end
     def start(self) -> None:
@@ -88,6 +89,7 @@ class Launcher:
             self.loop,
             self.paths.control_socket(self.gpu),
             lambda request, client: operations.handle(self, request, client),
+            admins=self._user.admins,
             public_uid=self._user.uid,
             group=self._user.gid,
         )
@@ -148,7 +150,7 @@ class Launcher:
         exclusive = self.config.engine.placement == "exclusive"
         for name in desired if self._clean else ():
             others = any(engine.live for other, engine in self.engines.items() if other != name)
-            engine = self.engines.setdefault(name, EngineProcess(self._around, name))
+            engine = self.engines.setdefault(name, EngineProcess(self.around, name))
             if engine.state is State.GONE and not (exclusive and others):
                 engine.start()
         if self._stopping and not self.engines:
@@ -165,7 +167,7 @@ class Launcher:
     def sync(self) -> None:
         """Reads configuration and slot pointers again. The configuration counts for engines started from now on."""
         try:
-            self._around.config = self.config = load_config(self.paths.config)
+            self.around.config = self.config = load_config(self.paths.config)
         except ApplianceError as error:
             self.event("config_not_reloaded", error=error.message)
         self._read_pointers()
@@ -189,12 +191,12 @@ class Launcher:
     # -- those who wait
     def wait_for(self, outcome: operations.Outcome, client: Client, seconds: float) -> None:
         """Replies to `client` when `outcome` is there, or after `seconds` (exit code 3)."""
-        late = failure(
-            f"not reached within {seconds:g} s: {self._status}",
-            hint="it goes on; see `appliance status`",
-            code=ExitCode.INCONCLUSIVE,
-        )
-        waiter = Waiter(outcome, client, self.loop.later(seconds, lambda: client.reply(late)))
+
+        def late() -> None:
+            text = f"not reached within {seconds:g} s: {self._status}"
+            client.reply(failure(text, hint="it goes on; see `appliance status`", code=ExitCode.INCONCLUSIVE))
+
+        waiter = Waiter(outcome, client, self.loop.later(seconds, late))
         client.on_close = lambda: self._forget(waiter)
         self._waiters.append(waiter)
 
@@ -207,10 +209,13 @@ class Launcher:
     def changed(self) -> None:
         """Something that state() shows may have changed: looked at once, after the callbacks of now."""
         if self._scheduled is None:
-            self._scheduled = self.loop.later(0, self._settle)
+            self._scheduled = self.loop.later(0, self.settle)
 
-    def _settle(self) -> None:
-        self._scheduled = None
+    def settle(self) -> None:
+        """Brings everything that others see up to date."""
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         gone = [name for name, engine in self.engines.items() if engine.state is State.GONE]
         if gone:
             self.reconcile()
@@ -282,6 +287,7 @@ class Launcher:
             try:
                 self.holds.save()
                 self.event("holds_saved")
+                self.changed()
             except OSError:
                 pass  # said when it was asked for; STATUS says it as long as it lasts
         self.loop.later(min(_TICK, watchdog / 3 if watchdog is not None else _TICK), self._tick)

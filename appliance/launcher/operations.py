@@ -48,7 +48,8 @@ class Arguments:
 
     def text(self, key: str, pattern: re.Pattern[str] | None = None, *, limit: int = 64) -> str:
         value = self.request.pop(key, None)
-        if not isinstance(value, str) or not 0 < len(value) <= limit or (pattern and not pattern.fullmatch(value)):
+        good = isinstance(value, str) and 0 < len(value) <= limit and value.isprintable()  # it goes into the journal
+        if not good or (pattern and not pattern.fullmatch(value)):
             raise RequestError(f"{key}: {value!r} is not usable", hint=f"a text like {_EXAMPLES.get(key, key)!r}")
         return value
 
@@ -90,6 +91,7 @@ def handle(launcher: Launcher, request: dict[str, Any], client: Client) -> None:
     except ApplianceError as error:
         client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
         return
+    launcher.settle()  # the state file says so before the reply does
     reply = outcome()
     if reply is not None or not wait:
         client.reply(reply or {"ok": True})
@@ -150,7 +152,11 @@ def _sync(launcher: Launcher, arguments: Arguments) -> Outcome:
 
 
 def _restart(launcher: Launcher, arguments: Arguments) -> Outcome:
-    release = arguments.request.pop("release", None)
+    release = None
+    if arguments.request.get("release") is None:
+        arguments.request.pop("release", None)
+    else:
+        release = arguments.text("release", RELEASE_NAME)
     if release is not None and release not in launcher.engines:
         raise RequestError(f"no engine of release {release!r} here", hint=f"there are: {', '.join(launcher.engines)}")
     arguments.finish()
