@@ -177,7 +177,9 @@ class Launcher:
         self.reconcile()
 
     def _read_pointers(self) -> None:
-        self.pointers = pointed_releases(self.paths)
+        self.pointers, problems = pointed_releases(self.paths, self.pointers)
+        for problem in problems:
+            self.event("slot_not_read", error=problem)
 
     def apply_holds(self, *, abort: bool = False) -> None:
         """After a change of the holds. `abort`: engines that have to go are killed."""

@@ -48,8 +48,12 @@ class Arguments:
 
     def text(self, key: str, pattern: re.Pattern[str] | None = None, *, limit: int = 64) -> str:
         value = self.request.pop(key, None)
-        good = isinstance(value, str) and 0 < len(value) <= limit and value.isprintable()  # it goes into the journal
-        if not good or (pattern and not pattern.fullmatch(value)):
+        if (
+            not isinstance(value, str)
+            or not 0 < len(value) <= limit
+            or not value.isprintable()  # it goes into the journal
+            or (pattern and not pattern.fullmatch(value))
+        ):
             raise RequestError(f"{key}: {value!r} is not usable", hint=f"a text like {_EXAMPLES.get(key, key)!r}")
         return value
 

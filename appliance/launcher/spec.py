@@ -3,6 +3,7 @@ device minors and NUMA nodes may change with a driver reload. Changes nothing.""
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,17 +87,24 @@ def _check_options(path: Path, options: dict[str, Any]) -> None:
             raise SpecError(f"{path}: options.{key}: {value!r} is not usable", hint="`appliance release verify`")
 
 
-def pointed_releases(paths: Paths) -> dict[str, str]:
-    """Slot -> release of the pointers that are set (symlinks to ../releases/NAME)."""
-    found = {}
+def pointed_releases(paths: Paths, before: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """(slot -> release of the pointers that are set, symlinks to ../releases/NAME; what could not be read). A pointer
+    that cannot be read counts as it did `before`: it must not stop an engine that serves."""
+    found, problems = {}, []
     for slot in SLOT_NAMES:
+        path = paths.slot_pointer(slot)
         try:
-            name = Path(os.readlink(paths.slot_pointer(slot))).name
-        except OSError:
-            continue
-        if RELEASE_NAME.fullmatch(name):
+            name = Path(os.readlink(path)).name
+            if not RELEASE_NAME.fullmatch(name):
+                raise OSError(errno.EINVAL, f"it names no release but {name!r}")
             found[slot] = name
-    return found
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            if slot in before:
+                found[slot] = before[slot]
+    return found, problems
 
 
 @dataclass(frozen=True, slots=True)

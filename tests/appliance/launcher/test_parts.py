@@ -193,49 +193,27 @@ def test_any_bytes_are_a_reply_or_an_error(data: bytes, ended: bool) -> None:
             reply = parse_reply(prefix + data, ended=ended)
         except ValueError:
             continue
-        assert reply is None or (not ended or reply.status <= 999)
+        assert reply is None or 0 <= reply.status <= 999
 
 
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.floats() | st.text(),
-        lambda inner: (
-            st.lists(inner)
-            | st.dictionaries(
-                st.sampled_from(
-                    [
-                        "status",
-                        "engine",
-                        "requests",
-                        "device",
-                        "progress",
-                        "loading",
-                        "steps",
-                        "queued",
-                        "running",
-                        "total_bytes",
-                        "done_bytes",
-                        "in_flight_http",
-                        "uuid",
-                        "backend",
-                        "draining",
-                    ]
-                ),
-                inner,
-            )
-        ),
-    )
-)
+KEYS = ["status", "engine", "requests", "device", "progress", "loading", "steps", "queued", "running", "total_bytes",
+        "done_bytes", "in_flight_http", "uuid", "backend", "draining"]  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+TABLES = st.dictionaries(st.sampled_from(KEYS), LEAVES | st.lists(LEAVES, max_size=2), max_size=6)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), LEAVES | TABLES, max_size=6))
 def test_any_state_of_an_engine_is_read(value: Any) -> None:
-    health = read_health(value if isinstance(value, dict) else {"status": value})
+    health = read_health(value)
     assert isinstance(health.ready, bool) and isinstance(health.queued, int)
     assert health.progress is None or 0 <= health.progress <= 1
 
 
 def test_the_engines_own_state_is_understood() -> None:
     """The fields of engine/api/probes.py:state while it loads and when it is ready."""
-    loading = read_health({"status": "loading", "engine": {"backend": None, "steps": None},
-                           "loading": {"phase": "x", "done_bytes": 30, "total_bytes": 120}, "requests": {}})  # fmt: skip
+    progress = {"phase": "x", "done_bytes": 30, "total_bytes": 120}
+    engine = {"backend": None, "steps": None}
+    loading = read_health({"status": "loading", "engine": engine, "loading": progress, "requests": {}})
     assert (loading.ready, loading.progress, loading.queued) == (False, 0.25, 0)
     ready = read_health({"status": "ready", "engine": {"backend": "cuda", "steps": 7}, "device": {"uuid": "GPU-1"},
                          "requests": {"running": 2, "waiting": 3, "in_flight_http": 6}})  # fmt: skip
@@ -351,7 +329,8 @@ def test_memory_as_the_admin_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"name": "other"}, "not of release"), ({"model_bytes": "1"}, "model_bytes"), ({"model_bytes": True}, "model_bytes"),
+    [({"name": "other"}, "not of release"), ({"model_bytes": "1"}, "model_bytes"),
+     ({"model_bytes": True}, "model_bytes"),
      ({"model_bytes": -1}, "not of release"), ({"model_name": 5}, "model_name"), ({"options": []}, "options"),
      ({"options": {"max_model_len": "1"}}, "max_model_len"), ({"options": {"arguments": [1]}}, "arguments"),
      ({"options": {"gpu_memory_fraction": 2.0}}, "gpu_memory_fraction"), ({"options": {"else": 1}}, "else")],
@@ -364,11 +343,24 @@ def test_a_release_that_cannot_be_used_is_refused_by_key(tmp_path: Path, change:
 
 def test_pointers(tmp_path: Path) -> None:
     paths = Paths.under(tmp_path)
-    assert pointed_releases(paths) == {}
+    assert pointed_releases(paths, {}) == ({}, [])
     paths.slot_pointer("stable").parent.mkdir(parents=True)
     paths.slot_pointer("stable").symlink_to("../releases/r1")
-    paths.slot_pointer("canary").write_text("no link")
-    assert pointed_releases(paths) == {"stable": "r1"}
+    assert pointed_releases(paths, {"stable": "old", "canary": "gone"}) == ({"stable": "r1"}, [])
+
+
+@pytest.mark.parametrize("target", [None, "../releases/NO RELEASE"])
+def test_a_pointer_that_cannot_be_read_stops_nobody(tmp_path: Path, target: str | None) -> None:
+    paths = Paths.under(tmp_path)
+    pointer = paths.slot_pointer("stable")
+    pointer.parent.mkdir(parents=True)
+    if target is None:
+        pointer.write_text("a file")
+    else:
+        pointer.symlink_to(target)
+    found, problems = pointed_releases(paths, {"stable": "r1"})
+    assert found == {"stable": "r1"} and str(pointer) in problems[0]
+    assert pointed_releases(paths, {})[0] == {}
 
 
 def test_signals_have_names() -> None:
