@@ -63,5 +63,5 @@ lock: ## write the locked requirements anew (needs uv)
 	@.ci/lock
 
 clean: ## everything that was built or installed here (models stay)
-	rm -rf .venv .venv-bench build kernels/fatbin tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
+	rm -rf .venv .venv-bench build kernels/fatbin kernels/fatbin-racecheck tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
 	find . -name __pycache__ -prune -exec rm -rf {} + ; find engine kernels -name '*.so' -delete
