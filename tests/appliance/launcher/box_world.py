@@ -63,6 +63,7 @@ class World:
     def install(self, *, slots: int = 1, engine: str = "", config: str = "") -> None:
         self.box.run(["groupadd", "--gid", str(UID), "appliance"])
         self.box.run(["useradd", "--uid", str(UID), "--gid", str(UID), "--no-create-home", "appliance"])
+        self.box.run(["useradd", "--uid", str(UID + 1), "--no-create-home", "visitor"])
         self.box.run(["mkdir", "-p", "/var/lib/appliance/slots", "/var/lib/appliance/releases", "/run/appliance"])
         self.box.write("/etc/appliance/appliance.toml", config or CONFIG.format(slots=slots, engine=engine))
         gpus = [{"slot": n, "uuid": f"CPU-{n}", "state": "HEALTHY"} for n in range(slots)]
