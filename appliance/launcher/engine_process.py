@@ -142,14 +142,14 @@ class EngineProcess:
         try:
             self.spec = self._around.plan(self.release)
             self._prepare_socket(self.spec)
+            self._ooms = oom_kills(self._around.gpu)
+            self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid)
         except (ApplianceError, OSError) as error:
             refused = isinstance(error, ApplianceError) and error.exit_code is ExitCode.REFUSED
             self.last_exit = f"cannot start: {error}"
             self._settle(State.FAILED if refused else None)
             return
-        self._ooms = oom_kills(self._around.gpu)
         self._stall = StallWatch(self._around.config.engine.stall_timeout)
-        self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid)
         self._loop.watch_child(self.pid, self._ended)
         self._move(State.STARTING)
         self._around.scopes.start(self.spec.scope, self.pid, self._scoped)

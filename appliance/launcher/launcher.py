@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ from appliance.launcher.lifecycle import State
 from appliance.launcher.loop import Loop, Timer
 from appliance.launcher.scopes import Scopes
 from appliance.launcher.spec import EngineSpec, plan_engine, pointed_releases
-from appliance.launcher.state import StateFile, status_text
+from appliance.launcher.state import StateFile, say, status_text
 from appliance.log import ApplianceError, ExitCode
 from appliance.notify import Notifier
 from appliance.paths import Paths
 
 _TICK = 5.0
 _EXTEND_SECONDS = 30
+_WRITE_AGAIN = 1.0
 _CLEAN_GRACE = 30.0  # beyond the stop timeout of the scopes that are found
 
 
@@ -77,6 +77,7 @@ class Launcher:
         self._abort = False
         self._waiters: list[Waiter] = []
         self._scheduled: Timer | None = None
+        self._again = Timer(0, self.changed)
         self._file = StateFile(paths.launcher_state(gpu))
         self._status = ""
         self._server: ControlServer | None = None
@@ -150,7 +151,9 @@ class Launcher:
         exclusive = self.config.engine.placement == "exclusive"
         for name in desired if self._clean else ():
             others = any(engine.live for other, engine in self.engines.items() if other != name)
-            engine = self.engines.setdefault(name, EngineProcess(self.around, name))
+            if name not in self.engines:
+                self.engines[name] = EngineProcess(self.around, name)
+            engine = self.engines[name]
             if engine.state is State.GONE and not (exclusive and others):
                 engine.start()
         if self._stopping and not self.engines:
@@ -225,8 +228,9 @@ class Launcher:
 
     def _publish(self) -> None:
         self._status = status_text(self)
+        self._again.cancel()
         if not self._file.write(self.state()):
-            self.loop.later(1.0, self.changed)
+            self._again = self.loop.later(_WRITE_AGAIN, self.changed)
         if not self._stopping:
             self._notify()
         for waiter in list(self._waiters):
@@ -272,11 +276,11 @@ class Launcher:
     def event(self, name: str, **fields: Any) -> None:
         """To the event log and the journal; a full disk does not stop us."""
         shown = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
-        print(f"{name} {shown}", file=sys.stderr, flush=True)
+        say(f"{name} {shown}")
         try:
             append_event(self.paths.events, name, gpu=self.gpu, **fields)
         except OSError as error:
-            print(f"<3>{self.paths.events}: {error.strerror}: {name} is only in the journal", file=sys.stderr)
+            say(f"<3>{self.paths.events}: {error.strerror}: {name} is only in the journal")
 
     # -- time
     def _tick(self) -> None:

@@ -39,7 +39,7 @@ class SystemdScopes:
     def start(self, plan: ScopePlan, pid: int, done: Done) -> None:
         """Puts our child `pid` into the scope of `plan`; a left-over scope of that name is removed first."""
         request = {"op": "start", "name": plan.name, "pid": pid, "properties": plan.properties()}
-        Call(self._loop, request, self._seconds, done)
+        self._call(request, self._seconds, done)
 
     def stop(self, gpu: int, release: str, done: Done) -> None:
         """SIGKILL to whatever is left in it; no process of it is there afterwards. systemd removes the cgroup of a
@@ -53,7 +53,7 @@ class SystemdScopes:
             elif again:
                 self._loop.later(_LOOK_SECONDS, lambda: look(again - 1))
             else:
-                Call(self._loop, {"op": "stop", "name": name, "kill": True}, self._seconds, done)
+                self._call({"op": "stop", "name": name, "kill": True}, self._seconds, done)
 
         look(_LOOKS)
 
@@ -63,7 +63,14 @@ class SystemdScopes:
         if scope_groups(gpu) == []:
             self._loop.later(0, lambda: done({"ok": True, "stopped": []}))
             return
-        Call(self._loop, {"op": "clean", "pattern": scope_pattern(gpu), "kill": kill}, seconds, done)
+        self._call({"op": "clean", "pattern": scope_pattern(gpu), "kill": kill}, seconds, done)
+
+    def _call(self, request: dict[str, Any], seconds: float, done: Done) -> None:
+        try:
+            Call(self._loop, request, seconds, done)
+        except OSError as error:  # no process or no descriptor to be had
+            answer = {"ok": False, "error": f"cannot call systemd: {error.strerror}"}
+            self._loop.later(0, lambda: done(answer))
 
 
 class Call:
@@ -87,6 +94,10 @@ class Call:
                 python_env(),
                 file_actions=[(os.POSIX_SPAWN_DUP2, child_in, 0), (os.POSIX_SPAWN_DUP2, child_out, 1)],
             )
+        except OSError:
+            os.close(self._stdin)
+            os.close(self._stdout)
+            raise
         finally:
             os.close(child_in)
             os.close(child_out)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
+def say(text: str) -> None:
+    """One line for the journal (sd-daemon(3): "<3>" in front is an error). A journal that is gone ends nobody."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 class StateFile:
     """state.json under /run: replaced whenever what it says has changed; not durable, as /run is not."""
 
@@ -33,7 +39,7 @@ class StateFile:
             write_state(self._path, state, schema=SCHEMA, durable=False)
         except OSError as error:
             if not self._failed:
-                print(f"<3>cannot write {self._path}: {error.strerror}; it is out of date", file=sys.stderr, flush=True)
+                say(f"<3>cannot write {self._path}: {error.strerror}; it is out of date")
             self._failed = True
             return False
         self._written, self._failed = state, False

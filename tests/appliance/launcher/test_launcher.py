@@ -134,6 +134,33 @@ def test_systemd_that_fails_leads_to_backoff_and_no_engine(world: World) -> None
     assert len(world.starts("r1")) == 1
 
 
+def test_no_process_to_be_had_is_backoff_not_the_end_of_the_launcher(world: World) -> None:
+    world.add_release("r1")
+    world.use("r1")
+    world.start()
+    real, calls = world.launcher.around.spawn, []
+
+    def spawn(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return real(*args)
+
+    world.launcher.around.spawn = spawn
+    world.reach("r1", "ready")
+    assert world.history("r1")[0] == "backoff"
+
+
+def test_a_gpu_that_is_away_is_tried_again_then_failed(world: World) -> None:
+    world.add_release("r1")
+    world.use("r1")
+    world.paths.config.write_text(world.paths.config.read_text().replace('"cpu"', '"cuda"'))
+    world.start()
+    entry = world.reach("r1", "failed")
+    assert "GPU CPU-0 is not there" in entry["last_exit"]
+    assert world.history("r1") == ["backoff", "backoff", "failed"]
+
+
 def test_an_engine_on_the_wrong_device_does_not_serve(world: World) -> None:
     world.add_release("r1", engine={"backend": "cuda"})
     world.use("r1")
