@@ -126,6 +126,9 @@ def check_scope(plan: ScopePlan, path: str | None, unit: dict[str, Any], cgroups
             wrong.append(f"{file} is missing: systemd did not enable the {controller} controller")
         elif not _same(file, found, expected):
             wrong.append(f"{file} is {found!r}, not {expected!r}: is there a drop-in for this scope or its slice?")
+    swap = _read(cgroups / path.lstrip("/") / "memory.swap.max")
+    if swap not in (None, "0"):  # absent: this kernel does not account for swap
+        wrong.append(f"memory.swap.max is {swap!r}, not '0'")
     missing = tuple(f"no {controller} controller: its limits do not bite" for controller in dict.fromkeys(unknown))
     return Findings(tuple(wrong), missing)
 

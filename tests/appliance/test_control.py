@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.control import ControlClient, ControlError
@@ -267,6 +267,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the table of Unicode is made once
 @given(st.binary(max_size=300) | _JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_request_with_an_op_or_an_error_in_words(data: bytes) -> None:
     found = parse_request(data)

@@ -86,7 +86,7 @@ def test_a_broken_configuration_is_not_taken_at_sync(world: World) -> None:
     assert world.launcher.config.engine.placement == "exclusive"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(op=st.sampled_from(OPS), args=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_any_arguments_get_one_answer(tmp_path_factory: pytest.TempPathFactory, op: str, args: dict[str, Any]) -> None:
     world = _shared(tmp_path_factory)

@@ -115,7 +115,7 @@ def test_a_scope_as_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [("memory.max", "max"), ("memory.max", "5368713216"), ("pids.max", "max"), ("cpu.max", "20000 100000"),
-     ("cpu.weight", "10")],
+     ("cpu.weight", "10"), ("memory.swap.max", "max")],
 )  # fmt: skip
 def test_a_limit_that_differs_is_wrong(tmp_path: Path, file: str, text: str) -> None:
     found = check_scope(PLAN, PLAN.cgroup_suffix, UNIT, cgroup(tmp_path, FILES | {file: text}))
@@ -198,7 +198,7 @@ def test_any_bytes_are_a_reply_or_an_error(data: bytes, ended: bool) -> None:
 
 KEYS = ["status", "engine", "requests", "device", "progress", "loading", "steps", "queued", "running", "total_bytes",
         "done_bytes", "in_flight_http", "uuid", "backend", "draining"]  # fmt: skip
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "ready", "GPU-1"])
 TABLES = st.dictionaries(st.sampled_from(KEYS), LEAVES | st.lists(LEAVES, max_size=2), max_size=6)
 
 
