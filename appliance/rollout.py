@@ -183,7 +183,8 @@ class Rollout:
         self._check_golden(gpu, outcome)
 
     def _start(self, gpu: int, op: str, outcome: Outcome) -> None:
-        if engine_of(self.fleet.state(gpu), self.release.name) and op == "run":
+        running = engine_of(self.fleet.state(gpu), self.release.name).get("state")
+        if op == "run" and running in ("starting", "loading", "ready"):
             return  # the canary's, or of a command that was interrupted
         self.leases.take(gpu, self.release.name, op)
         self._event("release_engine_asked", outcome, gpu=gpu, op=op)
