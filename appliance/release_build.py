@@ -25,7 +25,6 @@ from appliance.fsutil import (
     StoreError,
     can_share,
     copy_file,
-    explain_engine_errors,
     read_json,
     sha256_file,
     write_durable,
@@ -45,6 +44,7 @@ from appliance.releases import (
 )
 from appliance.statefile import StateError, sync_directory, write_state
 from appliance.verify import Verification
+from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from appliance.hostconfig import HostConfig
@@ -182,10 +182,12 @@ def check_engine_options(options: ReleaseOptions, model_dir: Path, backend: str)
                 f"--{name.replace('_', '-')} is decided by the host, not by a release",
                 hint="set it in appliance.toml, [engine]",
             )
-    with explain_engine_errors("the engine refuses these options"):
+    try:
         core = core_config(args)
         length = context_length(core, ModelConfig.from_dir(model_dir).max_position)
         scheduler_config(core, length)
+    except EngineError as error:
+        raise ReleaseRefused(f"the engine refuses these options: {error.message}", hint=error.hint) from error
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -196,8 +198,9 @@ def _parse(arguments: list[str]) -> Any:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             return parse_arguments(arguments)
     except SystemExit:
-        lines = said.getvalue().strip().splitlines() or ["refused"]
-        message = lines[-1].partition("error: ")[2] or "it is not an option that serves anything"
+        message = said.getvalue().rpartition("error: ")[2].strip().splitlines()[0] or "refused"
+        if "error: " not in said.getvalue():
+            message = "one of them prints a text and ends"
         raise UsageError(f"the engine refuses these options: {message}", hint="see `python -m engine --help`") from None
 
 

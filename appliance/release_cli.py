@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,9 @@ from appliance.log import ApplianceError, ExitCode, Progress, emit_json, format_
 from appliance.models import ModelStore
 from appliance.paths import SLOT_NAMES, Paths
 from appliance.releases import ReleaseError, ReleaseInfo, ReleaseStore, parse_options
+
+if TYPE_CHECKING:
+    from appliance.golden import Golden
 
 EPILOG = """\
 examples:
@@ -127,9 +130,10 @@ def _add(store: ReleaseStore, args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _record(store: ReleaseStore, leases: Leases, name: str, *, new: bool) -> list[Any]:
-    """Golden answers of the release `name`. If they cannot be had, a `new` release is removed again."""
-    from appliance.golden_record import Recorder
+def _record(store: ReleaseStore, leases: Leases, name: str, *, new: bool) -> list[Golden]:
+    """Golden answers of the release `name`. If they cannot be had a `new` release is removed again, and so is any that
+    gave two different answers."""
+    from appliance.golden_record import GoldenMismatch, Recorder
 
     try:
         try:
@@ -138,11 +142,20 @@ def _record(store: ReleaseStore, leases: Leases, name: str, *, new: bool) -> lis
             leases.drop_all()
     except BaseException as error:
         append_event(store.paths.events, "release_golden_failed", release=name, error=str(error))
-        if new:
-            store.remove_locked(name)
-            if isinstance(error, ApplianceError):
-                error.message += f" (the release {name!r} was not kept)"
+        fate = _discard(store, name) if new or isinstance(error, GoldenMismatch) else "is kept"
+        if isinstance(error, ApplianceError):
+            error.message += f" (the release {name!r} {fate})"
         raise
+
+
+def _discard(store: ReleaseStore, name: str) -> str:
+    """Removes the release, if that can be; what became of it."""
+    try:
+        store.remove_locked(name)
+    except ApplianceError as error:
+        return f"is kept: {error.message}"
+    append_event(store.paths.events, "release_removed", release=name)
+    return "was not kept"
 
 
 def _recover(leases: Leases, *, keep: str | None = None) -> None:

@@ -178,7 +178,8 @@ class ReleaseStore:
 
         with explained("cannot change the releases"), ExitStack() as stack:
             for directory in (self.paths.releases, self._tmp()):
-                directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+                directory.mkdir(parents=True, exist_ok=True)
+                os.chmod(directory, 0o755)  # whatever the umask is: the engine's user reads below it
             stack.enter_context(locked(self.paths.releases / ".lock", "the set of releases"))
             for leftover in self._tmp().iterdir():
                 _remove_tree(leftover)

@@ -68,7 +68,8 @@ def set_slot(paths: Paths, slot: str, release: str | None) -> None:
     path = paths.slot_pointer(check_slot(slot))
     if release is not None and not (RELEASE_NAME.fullmatch(release) and (paths.release(release)).is_dir()):
         raise SlotError(f"there is no release {release!r} to point {slot} at", hint="see `appliance release list`")
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o755)  # whatever the umask is: gateways read it
     lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(lock, path.parent)

@@ -49,7 +49,9 @@ class FakeFleet:
     def __enter__(self) -> FakeFleet:
         root = self.paths.etc.parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(root), str(self.gpus), self.kind], env=python_env(), preexec_fn=_die_with_parent
+            [sys.executable, __file__, str(root), str(self.gpus), self.kind],
+            env=python_env(),
+            preexec_fn=_die_with_parent,
         )
         deadline = time.monotonic() + START_SECONDS
         while not all(self.paths.launcher_state(gpu).exists() for gpu in range(self.gpus)):
@@ -71,7 +73,7 @@ class FakeFleet:
     def script(self, gpu: int, **values: Any) -> None:
         """dies={release: text}: its engines end at start. hangs=[release]: they stay loading. salt={release: text}:
         other logits. weights={release: text}: another checksum. flipped=[release]: the arena is not what was loaded.
-        nan=[release]. device=name: claims to be this GPU. shift=float: added to log probabilities. refuse={op: text}.
+        nan=[release]. garbled=[release]: nonsense with status 200. device=name: claims to be this GPU. shift=float: added to log probabilities. refuse={op: text}.
         deaf=bool: closes without an answer. log=[]: clears the log of ops."""
         assert self.ask(gpu, "script", **values)["ok"]
 
@@ -216,15 +218,22 @@ class Engine:
     def _run(self) -> None:
         text = self.launcher.values.get("dies", {}).get(self.name)
         if text is None and self.name not in self.launcher.values.get("hangs", []):
-            self.load()
+            try:
+                self.load()
+            except RuntimeError as error:
+                text = str(error)
         if text is not None:
             self.last_exit, self.state = text, "failed"
         elif self.name not in self.launcher.values.get("hangs", []):
             self.state = "ready"
         self.launcher.write()
+        self.stay()
 
     def load(self) -> None:
         """Returns when it is ready."""
+
+    def stay(self) -> None:
+        """Returns when it has ended."""
 
     def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
         raise NotImplementedError
@@ -243,6 +252,8 @@ class Engine:
 
 class StubEngine(Engine):
     def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
+        if self.listed("garbled"):
+            return 200, {"op": "?", "engine": {"backend": "cpu"}}
         if path == "/admin/state":
             device = self.launcher.values.get("device")
             backend = "cuda" if device else "cpu"
@@ -279,6 +290,7 @@ class RealEngine(Engine):
             except OSError:
                 pass
             time.sleep(0.05)
+        raise RuntimeError(f"the engine ended with {self.process.returncode}")
 
     def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
         status, value = self._relay(method, path, body)
@@ -292,6 +304,9 @@ class RealEngine(Engine):
         if path == "/admin/golden" and self.listed("nan"):
             value["result"]["finite"] = False
         return status, value
+
+    def stay(self) -> None:
+        self.process.wait()  # a child with a death signal must not outlive the thread that made it (prctl(2))
 
     def _relay(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
         connection = http.client.HTTPConnection("engine", timeout=120)
