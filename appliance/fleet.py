@@ -17,6 +17,7 @@ from appliance.paths import Paths
 
 POLL_SECONDS = 0.1
 _BROKEN = ("backoff", "failed")
+_PATIENCE = 30.0  # beyond start_timeout, which the launcher keeps itself
 _UNSEEN_SECONDS = 15.0  # a launcher that was asked for an engine lists it at once
 
 
@@ -90,7 +91,7 @@ class Fleet:
         """Until `release` is ready on all `gpus`; `seen(gpu)` as each becomes so. FleetError as soon as one of them
         ends or gives up: a release that does not start at the first try is not put into service. FleetTimeout without
         progress for as long as the launcher itself would wait, and a little more."""
-        patience = self.config.engine.start_timeout + 30
+        patience = self.config.engine.start_timeout + _PATIENCE
         restarts = {gpu: self._engine(gpu, release).get("restarts") or 0 for gpu in gpus}
         waiting, changed = sorted(gpus), time.monotonic()
         last: list[tuple[Any, ...]] | None = None

@@ -249,9 +249,14 @@ class Rollout:
         old = {release for release in self.leases.retiring() if not slots_of(self.fleet.paths, release)}
         behind = [gpu for gpu, state in sorted(states.items()) if self._is_behind(state, old)]
         outcome.changed = bool(behind)
+        for release in self.leases.retiring():
+            if release == name or not behind:
+                self.leases.retired(release)
         try:
             for gpu in behind:
                 self.fleet.call(gpu, "sync", wait=False, timeout=30.0)
+                if engine_of(states[gpu], name).get("state") in ("failed", "backoff"):
+                    self.fleet.call(gpu, "restart", release=name, wait=False, timeout=30.0)
                 self._until_ready([gpu], outcome)
                 self._check_golden(gpu, outcome)
         except ApplianceError as error:

@@ -1,7 +1,7 @@
 """Launchers that speak the control protocol without systemd: one process, a control socket and a state file per GPU.
 
-Their engines are either stubs (answers scripted, up in a moment) or the real engine on the CPU behind a relay, which can
-pretend to be a GPU. Started with `with FakeFleet(paths, gpus=2) as fleet`; steered with `fleet.script(...)`.
+Their engines are either stubs (answers scripted, up in a moment) or the real engine on the CPU behind a relay, which
+can pretend to be a GPU. Started with `with FakeFleet(paths, gpus=2) as fleet`; steered with `fleet.script(...)`.
 
     python fake_launcher.py ROOT GPUS KIND      (KIND: stub, real)
 """
@@ -48,6 +48,8 @@ class FakeFleet:
 
     def __enter__(self) -> FakeFleet:
         root = self.paths.etc.parents[1]
+        for gpu in range(self.gpus):
+            self.paths.launcher_state(gpu).unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(root), str(self.gpus), self.kind],
             env=python_env(),
@@ -71,10 +73,11 @@ class FakeFleet:
             return json.loads(sock.makefile().readline())  # type: ignore[no-any-return]
 
     def script(self, gpu: int, **values: Any) -> None:
-        """dies={release: text}: its engines end at start. hangs=[release]: they stay loading. salt={release: text}:
-        other logits. weights={release: text}: another checksum. flipped=[release]: the arena is not what was loaded.
-        nan=[release]. garbled=[release]: nonsense with status 200. device=name: claims to be this GPU. shift=float: added to log probabilities. refuse={op: text}.
-        deaf=bool: closes without an answer. log=[]: clears the log of ops."""
+        """Of engines, by release: dies={release: text}, hangs=[release] (they stay loading), salt={release: text}
+        (other logits), weights={release: text} (another checksum), flipped=[release] (the arena is not what was
+        loaded), nan=[release], garbled=[release] (nonsense with status 200). Of all: device=name (claims to be this
+        GPU), shift=float (added to a log probability). Of the launcher: refuse={op: text}, deaf=True (closes without
+        an answer), log=[] (clears the log of ops)."""
         assert self.ask(gpu, "script", **values)["ok"]
 
     def log(self, gpu: int) -> list[str]:
@@ -100,6 +103,7 @@ class Launcher:
         self.lock = threading.RLock()
         self.engines: dict[str, Engine] = {}
         self.leases: set[str] = set()
+        self.only: str | None = None  # after "replace", until the next sync
         self.holds: dict[str, Any] = {}
         self.log: list[str] = []
         self.values: dict[str, Any] = {}
@@ -107,12 +111,21 @@ class Launcher:
         self.sync()
 
     def sync(self) -> None:
-        wanted = {name for slot in ("stable", "canary") if (name := pointer(self.paths, slot))} | self.leases
+        self.only = None
+        self.leases -= self.pointers()
+        self.reconcile()
+
+    def pointers(self) -> set[str]:
+        return {name for slot in ("stable", "canary") if (name := pointer(self.paths, slot))}
+
+    def reconcile(self) -> None:
+        wanted = {self.only} if self.only else self.pointers() | self.leases
         for name in list(self.engines):
             if name not in wanted:
                 self.stop(name)
         for name in wanted:
-            self.start(name)
+            if name not in self.engines:
+                self.start(name)
         self.write()
 
     def start(self, name: str) -> None:
@@ -159,14 +172,17 @@ class Launcher:
                 self.leases.add(release)
                 self.start(release)
             elif op == "replace" and release:
-                self.leases = {release}
-                for other in list(self.engines):
-                    if other != release:
-                        self.stop(other)
+                self.leases.add(release)
+                self.only = release
+                self.reconcile()
                 self.start(release)
             elif op == "stop" and release:
                 self.leases.discard(release)
+                self.only = None if self.only == release else self.only
+                self.reconcile()
+            elif op == "restart" and release:
                 self.stop(release)
+                self.start(release)
             elif op == "sync":
                 self.sync()
             elif op == "hold":
