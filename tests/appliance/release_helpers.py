@@ -21,8 +21,8 @@ LIGHT = ("--argument=--kv-tokens=4096", "--argument=--threads=1")  # of an engin
 CPU_CONFIG: HostConfig = parse_config(b'[gpus]\nbackend = "cpu"\n', where="test")
 
 
-@pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paths]:
+@pytest.fixture(name="paths")
+def paths_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paths]:
     """In memory where there is such a place: the fsyncs of a sweep are slow on a shared disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
         root = Path(directory)
@@ -33,8 +33,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paths]:
         yield paths
 
 
-@pytest.fixture
-def store(paths: Paths) -> ReleaseStore:
+@pytest.fixture(name="store")
+def store_fixture(paths: Paths) -> ReleaseStore:
     return ReleaseStore(paths)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from fake_launcher import FakeFleet
-from release_helpers import LIGHT, add, paths, release_command, store  # noqa: F401  # fixtures
+from release_helpers import LIGHT, add, paths_fixture, release_command, store_fixture  # noqa: F401  # fixtures
 
 from appliance.engine_calls import EngineCalls, EngineUnavailable
 from appliance.golden import (

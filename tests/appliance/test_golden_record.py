@@ -6,7 +6,7 @@ import json
 
 import pytest
 from fake_launcher import FakeFleet
-from release_helpers import paths, release_command, store  # noqa: F401  # fixtures
+from release_helpers import paths_fixture, release_command, store_fixture  # noqa: F401  # fixtures
 
 from appliance.golden import read_golden
 from appliance.paths import Paths

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fake_launcher import FakeFleet
-from release_helpers import paths, release_command, store  # noqa: F401  # fixtures
+from release_helpers import paths_fixture, release_command, store_fixture  # noqa: F401  # fixtures
 from store_helpers import run_and_die
 
 from appliance import fleet as fleet_module
@@ -67,7 +67,7 @@ def template() -> Iterator[Path]:
 
 
 @pytest.fixture
-def two(paths: Paths, template: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFleet]:  # noqa: F811
+def two(paths: Paths, template: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFleet]:
     """Two slots that serve v1; v2 is there."""
     shutil.copytree(template, paths.state, symlinks=True)
     monkeypatch.setattr(fleet_module, "POLL_SECONDS", 0.01)
@@ -82,7 +82,7 @@ def everywhere(fleet: FakeFleet) -> dict[str, str]:
     return found[0]
 
 
-def left_over(paths: Paths) -> dict[str, Any]:  # noqa: F811
+def left_over(paths: Paths) -> dict[str, Any]:
     state = json.loads((paths.state / "leases.json").read_text())
     return {key: value for key, value in state.items() if key != "schema" and value}
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from release_helpers import add, paths, store  # noqa: F401  # fixtures
+from release_helpers import add, paths_fixture, store_fixture  # noqa: F401  # fixtures
 from store_helpers import run_and_die
 
 from appliance import __version__, release_build
 from appliance.fsutil import locked
-from appliance.log import BusyError, UsageError
+from appliance.log import ApplianceError, BusyError, UsageError
 from appliance.models import ModelStore
 from appliance.paths import Paths
 from appliance.releases import ReleaseError, ReleaseOptions, ReleaseRefused, ReleaseStore, parse_options
@@ -247,9 +247,9 @@ def test_the_hosts_options_are_not_a_releases(store: ReleaseStore, arguments: li
 def test_the_engine_is_asked(
     store: ReleaseStore, options: ReleaseOptions, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises((UsageError, ReleaseError), match=".") as error:
+    with pytest.raises(ApplianceError) as error:
         add(store, options=options)
-    assert message in str(error.value.message)
+    assert message in error.value.message
     assert store.list() == [] and capsys.readouterr() == ("", "")
 
 
