@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +90,29 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(quiet=args.quiet)
     store = ReleaseStore(Paths.default(), progress)
     try:
-        code: int = args.handler(store, args)
+        with _undone_when_ended():
+            code: int = args.handler(store, args)
         return code
     finally:
         progress.finish()
+
+
+@contextlib.contextmanager
+def _undone_when_ended() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a lost ssh connection) end a command as Ctrl-C does: it undoes what it has begun."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fleet(store: ReleaseStore) -> Fleet:

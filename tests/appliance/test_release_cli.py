@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from appliance.models import ModelStore
 from appliance.paths import Paths
 from appliance.releases import ReleaseStore
 from appliance.slots import read_slot, set_slot
+from engine.spawn import python_env, python_module
 from tests.tiny import make_tiny_model
 
 Command = Callable[..., dict[str, Any]]
@@ -420,6 +424,26 @@ def test_interrupt_undoes(two: FakeFleet, paths: Paths, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Fleet, "wait_ready", interrupted)
     assert main(["release", "use", "v2"]) == 130
+    assert everywhere(two) == {"v1": "ready"} and read_slot(paths, "stable") == "v1" and left_over(paths) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_lost_terminal_undoes(two: FakeFleet, paths: Paths, number: int) -> None:
+    """ssh that breaks off, or Ansible that gives up, while the new engines load."""
+    two.script(1, hangs=["v2"])
+    command = [*python_module("appliance"), "release", "use", "v2"]
+    process = subprocess.Popen(command, env=python_env(), stderr=subprocess.PIPE)
+    try:
+        for _ in range(1000):
+            if "v2" in two.running(1):
+                break
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait(10)
+    assert process.returncode == 130 and b"interrupted" in said
     assert everywhere(two) == {"v1": "ready"} and read_slot(paths, "stable") == "v1" and left_over(paths) == {}
 
 
