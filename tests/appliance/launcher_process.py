@@ -1,4 +1,4 @@
-"""The real launchers of a host, one process each, systemd replaced by FakeScopes: `python launcher_process.py ROOT GPU`.
+"""The real launcher of one GPU slot, systemd replaced by FakeScopes: `python launcher_process.py ROOT GPU`.
 
 What appliance.launcher does as root under systemd, without both; engines are the real ones.
 """
