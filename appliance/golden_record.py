@@ -34,6 +34,7 @@ from appliance.leases import Leases
 from appliance.manifest import utc_now
 from appliance.oracle import cpu_oracle
 from appliance.releases import Release, ReleaseError, ReleaseRefused
+from appliance.slots import slots_of
 
 TOLERANCE = 0.27
 """Nats. The most that bfloat16 operands moved the lead of a best token in transformers itself, over 10,240 positions of
@@ -61,6 +62,7 @@ class Recorder:
     fleet: Fleet
     leases: Leases
     release: Release
+    displace: bool = False  # take serving GPUs out of service for it, one at a time
 
     def record(self) -> list[Golden]:
         """Records what is missing; the new files. GoldenMismatch (exit 4) if the computations differ; ReleaseRefused
@@ -76,11 +78,11 @@ class Recorder:
         for device, gpus in self._by_model(sorted(states)).items():
             if device is not None and golden_path(self.fleet.paths, self.release.name, device).exists():
                 continue
-            usable = [gpu for gpu in gpus if self._room(states[gpu]) is None]
+            usable = [gpu for gpu in gpus if self.displace or self._room(states[gpu]) is None]
             if not usable:
                 raise ReleaseRefused(
                     f"no GPU has room for {self.release.name} beside what it runs: {self._room(states[gpus[0]])}",
-                    hint="take a GPU out of service (`appliance drain`), or add with --golden skip",
+                    hint="--golden displace takes GPUs out of service for it, one at a time; --golden skip records none",
                 )
             recorded.append(self._record(usable, states))
         return recorded
@@ -105,8 +107,8 @@ class Recorder:
         return self._two_gpus(gpus[:2]) if len(gpus) > 1 else self._with_oracle(gpus[0])
 
     def _two_gpus(self, gpus: list[int]) -> Golden:
-        for gpu in gpus:
-            self._take(gpu)
+        for gpu in () if self.displace else gpus:
+            self._take(gpu)  # both load at once
         found = []
         for gpu in gpus:
             with self._engine(gpu) as engine:
@@ -155,13 +157,14 @@ class Recorder:
         """Asks for the engine unless it is there; whether it was asked for."""
         if engine_of(self.fleet.state(gpu), self.release.name):
             return (gpu, self.release.name) in self.leases.all()
-        self.leases.take(gpu, self.release.name)
+        self.leases.take(gpu, self.release.name, "replace" if self.displace else "run")
         return True
 
     @contextlib.contextmanager
     def _engine(self, gpu: int) -> Iterator[EngineCalls]:
         """The release on that GPU, ready; stopped at the end if it was started for this."""
         name = self.release.name
+        displaced = [other for other in releases_of(self.fleet.state(gpu)) if other != name] if self.displace else []
         ours = self._take(gpu)
         try:
             self.fleet.stage(f"starting {name} on GPU {gpu} for its golden answers", self.release.model_bytes)
@@ -170,6 +173,10 @@ class Recorder:
         finally:
             if ours:
                 self.leases.drop(gpu, name)
+            for other in displaced:
+                if slots_of(self.fleet.paths, other):  # it comes back by itself
+                    self.fleet.stage(f"waiting until {other} serves on GPU {gpu} again")
+                    self.fleet.wait_ready([gpu], other)
 
     def _answers(self, engine: EngineCalls, where: str) -> Answers:
         self.fleet.stage(f"golden answers of {self.release.name} on {where}")
@@ -230,10 +237,12 @@ def room_for(fleet: Fleet, state: dict[str, object], release: str) -> str | None
     """Why a GPU with this STATE cannot take an engine of `release` beside those it has; None if it can."""
     engine = fleet.config.engine
     others = [name for name in releases_of(state) if name != release]
-    if not others or fleet.config.gpus.backend == "cpu":
+    if not others:
         return None
     if engine.placement == "exclusive":
         return f"GPU {state['gpu']} runs {', '.join(others)}, and engine.placement is exclusive"
+    if fleet.config.gpus.backend == "cpu":
+        return None  # the launcher divides the host's memory
     fraction = gpu_memory_fraction(engine)
     total = fraction * (len(others) + 1)
     if total <= 1:

@@ -64,8 +64,9 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     add.add_argument("--link", action="store_true", default=False, help="link to the stored model instead of a copy")
     add.add_argument("--note", default="", help="a line for people")
     add.add_argument(
-        "--golden", choices=["auto", "skip"], default="auto",
-        help="auto: record golden answers through the launchers; skip: none, and nobody can judge its answers",
+        "--golden", choices=["auto", "displace", "skip"], default="auto",
+        help="auto: record golden answers through the launchers; displace: where no GPU has room, take serving ones "
+        "out of service for it, one at a time; skip: none, and nobody can judge its answers",
     )  # fmt: skip
     verb("list", "show the releases and the slots that serve them")
     show = verb("show", "show one release in full")
@@ -139,8 +140,8 @@ def _add(store: ReleaseStore, args: argparse.Namespace) -> int:
         )  # fmt: skip
         if changed:
             append_event(store.paths.events, "release_added", release=release.name, model=release.model)
-        if args.golden == "auto":
-            recorded = _record(store, leases, release.name, new=changed)
+        if args.golden != "skip":
+            recorded = _record(store, leases, release.name, new=changed, displace=args.golden == "displace")
     if args.json:
         golden = store.golden_devices(release.name)
         emit_json(_json(ReleaseInfo(release.name, release, (), golden)) | {"changed": changed or bool(recorded)})
@@ -153,14 +154,14 @@ def _add(store: ReleaseStore, args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _record(store: ReleaseStore, leases: Leases, name: str, *, new: bool) -> list[Golden]:
+def _record(store: ReleaseStore, leases: Leases, name: str, *, new: bool, displace: bool) -> list[Golden]:
     """Golden answers of the release `name`. If they cannot be had a `new` release is removed again, and so is any that
     gave two different answers."""
     from appliance.golden_record import GoldenMismatch, Recorder
 
     try:
         try:
-            return Recorder(leases.fleet, leases, store.get(name)).record()
+            return Recorder(leases.fleet, leases, store.get(name), displace).record()
         finally:
             leases.drop_all()
     except BaseException as error:

@@ -131,6 +131,27 @@ def test_room_is_counted_before_an_engine_is_started(
         assert fleet.log(0) == [] and [info.name for info in store.list()] == ["v1"]
 
 
+def test_displace_takes_one_gpu_at_a_time(
+    store: ReleaseStore, paths: Paths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where every GPU serves and none has room: v1 is back on the first before the second is taken."""
+    with FakeFleet(paths, 2, backend="cuda", config='[engine]\nplacement = "exclusive"\n') as fleet:
+        for gpu in range(2):
+            fleet.script(gpu, device=H200)
+        assert release_command(capsys, *ADD)[0] == 0  # nothing serves yet: there is room
+        assert release_command(capsys, "use", "v1")[0] == 0
+        for gpu in range(2):
+            fleet.script(gpu, log=[])
+        code, answer = release_command(capsys, "add", "v2", "--model", "tiny")
+        assert code == 4 and "placement is exclusive" in str(answer) and "--golden displace" in str(answer)
+        code, answer = release_command(capsys, "add", "v2", "--model", "tiny", "--golden", "displace")
+        assert (code, answer["golden"]) == (0, ["NVIDIA-H200"])
+        assert fleet.log(0) == fleet.log(1) == ["replace v2", "stop v2"]
+        assert fleet.running(0) == fleet.running(1) == {"v1": "ready"} and leases(paths) == []
+        golden = read_golden(paths, "v2", H200)
+        assert golden is not None and golden.agreed == "two-gpus"
+
+
 @pytest.mark.slow
 def test_one_gpu_and_the_cpu_oracle(store: ReleaseStore, paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real engines; the one behind the launcher says that it is a GPU. Beyond the tolerance it is refused."""

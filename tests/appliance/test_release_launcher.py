@@ -81,8 +81,9 @@ def test_life_of_a_release(paths: Paths, capsys: pytest.CaptureFixture[str], pla
         if placement == "exclusive":  # every GPU serves: there is no room to record on
             code, refused = release_command(capsys, *command)
             assert code == 4 and "engine.placement is exclusive" in str(refused)
-            command += ("--golden", "skip")
+            command += ("--golden", "displace")
         assert release_command(capsys, *command)[0] == 0
+        assert running(paths) == [{"v1": "ready"}] * 2
         code, used = release_command(capsys, "use", "v2")
         assert (code, used.get("previous")) == (0, "v1"), used
         assert running(paths) == [{"v2": "ready"}] * 2 and read_slot(paths, "stable") == "v2"
