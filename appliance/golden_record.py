@@ -82,7 +82,7 @@ class Recorder:
             if not usable:
                 raise ReleaseRefused(
                     f"no GPU has room for {self.release.name} beside what it runs: {self._room(states[gpus[0]])}",
-                    hint="--golden displace takes GPUs out of service for it, one at a time; --golden skip records none",
+                    hint="--golden displace takes GPUs out of service one at a time; --golden skip records none",
                 )
             recorded.append(self._record(usable, states))
         return recorded
