@@ -37,6 +37,7 @@ COMMANDS = (
     Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
     Command("serve", "serve a model in the foreground", "appliance.serve"),
     Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
+    Command("release", "make releases, put them into service, check what they compute", "appliance.release_cli"),
 )
 
 EPILOG = """\
