@@ -55,6 +55,17 @@ def unready_gpus(proc: Path = _PROC) -> list[str]:
     return [address for address, fields in _information(proc) if not _UUID.fullmatch(fields.get("GPU UUID", ""))]
 
 
+def mig_gpus(nvidia: Path = Path("/proc/driver/nvidia")) -> set[int]:
+    """Device minors of GPUs that are divided into MIG instances: /proc/driver/nvidia/capabilities/gpuMINOR/mig/giN
+    (MIG user guide, "Device Nodes and Capabilities")."""
+    found = set()
+    for instance in nvidia.glob("capabilities/gpu*/mig/gi*"):
+        minor = instance.parents[1].name.removeprefix("gpu")
+        if minor.isascii() and minor.isdecimal():
+            found.add(int(minor))
+    return found
+
+
 def _information(proc: Path) -> list[tuple[str, dict[str, str]]]:
     """(PCI address, fields) of each /proc/driver/nvidia/gpus/ADDRESS/information."""
     found = []

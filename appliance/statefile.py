@@ -128,7 +128,11 @@ def read_state(path: Path, *, schema: int) -> dict[str, Any] | None:
 def state_lock(path: Path, *, wait_seconds: float = 5.0) -> Iterator[None]:
     """Excludes other processes from a read-change-write of the state file `path` (flock on `.NAME.lock` beside it; the
     kernel drops it when the holder dies). BusyError when somebody else has it for longer than `wait_seconds`."""
-    fd = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        raise StateError(f"{path.parent} is not there", hint="is the appliance installed on this host?") from None
     try:
         deadline = time.monotonic() + wait_seconds
         while True:
