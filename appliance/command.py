@@ -21,6 +21,7 @@ from appliance.log import ApplianceError, ExitCode
 
 MAX_OUTPUT_BYTES = 4 << 20
 NOT_FOUND = 127  # as a shell says it
+_KILL_SECONDS = 5.0
 _KEPT = ("PATH", "HOME", "TERM", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
 
 
@@ -87,12 +88,9 @@ def run(argv: Sequence[str], *, timeout: float, limit: int = MAX_OUTPUT_BYTES) -
         return Result(tuple(argv), 126, b"", (error.strerror or str(error)).encode())
     try:
         outputs, timed_out, truncated = _collect(child, time.monotonic() + timeout, limit)
-        if timed_out or truncated:
-            _kill(child)
-        code = child.wait()
+        code = _end(child) if timed_out or truncated else child.wait()
     except BaseException:
-        _kill(child)
-        child.wait()
+        _end(child)
         raise
     finally:
         for pipe in (child.stdout, child.stderr):
@@ -133,10 +131,14 @@ def _read(pipe: int | IO[bytes] | object) -> bytes:
     return os.read(fd, 1 << 16)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """The whole group: the child is its leader until it has been waited for."""
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Kills the whole group (the child is its leader until it has been waited for). One that hangs in the kernel, as
+    nvidia-smi does on a dead GPU, does not even hear SIGKILL: it is left behind after _KILL_SECONDS."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(_KILL_SECONDS)
+    return -signal.SIGKILL
 
 
 def check(result: Result, doing: str, *, hint: str | None = None) -> Result:

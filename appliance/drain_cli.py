@@ -62,6 +62,13 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         "--timeout", type=seconds(0, 86_400), default=600.0, metavar="SECONDS", help="of --wait (%(default)g)"
     )
     if parser.prog.endswith(" drain"):
+        parser.add_argument(
+            "--settle",
+            type=seconds(0, 3600),
+            default=5.0,
+            metavar="SECONDS",
+            help="--all --wait: how long nothing may be in flight; load balancers need time to notice (%(default)g)",
+        )
         parser.add_argument("--reason", required=True, type=_reason, help="shown by status, list and /readyz")
         how = parser.add_argument_group("GPUs only")
         how.add_argument("--stop-engines", action="store_true", help="stop the engines as well, which frees the GPU")
@@ -146,7 +153,7 @@ def _drain_host(paths: Paths, args: argparse.Namespace, progress: Progress) -> d
     append_event(paths.events, "host-drain", reason=args.reason, uid=os.getuid())
     if args.wait:
         progress.stage("waiting until the gateways have no requests in flight")
-        _wait_idle(paths, args.timeout)
+        _wait_idle(paths, args.timeout, args.settle)
     text = "drained, nothing in flight" if args.wait else "draining: /readyz answers 503"
     return {"what": "host", "text": text, "since": since, "changed": before is None}
 
@@ -159,17 +166,20 @@ def _undrain_host(paths: Paths) -> dict[str, Any]:
     return {"what": "host", "text": "back in service" if changed else "was not drained", "changed": changed}
 
 
-def _wait_idle(paths: Paths, timeout: float) -> None:
-    """Until every gateway that runs says that it has no request in flight and none waiting. A gateway that does not
-    answer properly is not idle."""
+def _wait_idle(paths: Paths, timeout: float, settle: float) -> None:
+    """Until every gateway that runs says, for `settle` seconds on end, that it has no request in flight and none
+    waiting. A gateway that does not answer properly is not idle."""
     deadline = time.monotonic() + timeout
+    idle_since: float | None = None
     while True:
         busy = [words for slot in SLOT_NAMES if (words := _busy(paths, slot))]
-        if not busy:
+        now = time.monotonic()
+        idle_since = None if busy else now if idle_since is None else idle_since
+        if idle_since is not None and now - idle_since >= settle:
             return
-        if time.monotonic() >= deadline:
+        if now >= deadline:
             raise DrainTimeout(
-                f"after {timeout:g} s: {'; '.join(busy)}",
+                f"after {timeout:g} s: {'; '.join(busy) or f'idle, but not for {settle:g} s yet'}",
                 hint="the drain stays; wait on with the same command, or look who still sends with `appliance logs`",
             )
         time.sleep(_POLL_SECONDS)
