@@ -92,7 +92,7 @@ def _action(node: Node, argument: Argument) -> str | None:
         what = _BY_COMMAND.get(node.path[1], what)
     if what in _GLOBS:
         return f"_appliance_names {_GLOBS[what]}"
-    return {"FILE": "kind=file", "DIR": "kind=directory"}.get(what)
+    return {"FILE": 'kind="file"', "DIR": 'kind="directory"'}.get(what)
 
 
 _TABLES = """\

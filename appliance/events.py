@@ -10,6 +10,7 @@ that is to the journal, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -32,7 +33,8 @@ def append_event(path: Path, event: str, **fields: Any) -> bool:
     try:
         _append(path, line.encode() + b"\n")
     except OSError as error:
-        print(f"event not in {path} ({error.strerror}): {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # both places are gone: nobody is left to tell
+            print(f"event not in {path} ({error.strerror}): {line}", file=sys.stderr, flush=True)
         return False
     return True
 
