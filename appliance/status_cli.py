@@ -110,11 +110,11 @@ def _engine_words(engine: Document, now: float) -> Iterator[str]:
     elif isinstance(engine["since"], float | int):
         yield f"for {age(now - engine['since'])}"
     yield f"{_shown(engine['in_flight'])} in flight"
+    yield f"{_shown(engine['restarts'])} restarts"
     if memory := engine["memory"]:
         limit = f" of {binary_bytes(memory['max_bytes'])}" if memory["max_bytes"] is not None else ""
         killed = f" ({memory['oom_kills']} OOM kills)" if memory["oom_kills"] else ""
         yield f"memory {binary_bytes(memory['bytes'])}{limit}{killed}"
-    yield f"{_shown(engine['restarts'])} restarts"
 
 
 def _gateway_line(gateway: Document) -> str:

@@ -1,8 +1,9 @@
 """Trees of files as a host has them, for whatever reads /proc, /sys and the state directories.
 
-Formats: /proc/driver/nvidia/gpus/*/information and .../version as drivers 535, 565 (open) and 580 write them (bug reports in
-nix-community/nixGL#186 and #121, NVIDIA/nvidia-container-toolkit#324); /proc/devices as in the same toolkit issue and
-kubernetes-sigs/dra-driver-nvidia-gpu#304; /proc/net/tcp as proc(5); `systemctl show` and the journal as systemd 252.
+Formats: /proc/driver/nvidia/version as the closed and the open module write it (nix-community/nixGL#186 and #121);
+/proc/driver/nvidia/gpus/*/information as in NVIDIA's README, "The /proc Interface"; /proc/devices as in
+NVIDIA/nvidia-container-toolkit#324 and kubernetes-sigs/dra-driver-nvidia-gpu#304; /proc/net/tcp as proc(5);
+`systemctl show` and the journal as systemd 252 prints them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from appliance.hostconfig import HostConfigError
 from appliance.paths import Paths
 from appliance.statefile import StateError, read_state, write_state
 
-
 WORDS = ["GPU UUID", "Device Minor", "Model", ":", "²", UUIDS[0], "\n", " ", "7"]
 
 
@@ -107,7 +106,8 @@ def test_concurrent_binds_give_each_gpu_one_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "gpus",
     [
-        "no list", [None], [{}], [{"slot": "0", "uuid": "a"}], [{"slot": True, "uuid": "a"}], [{"slot": -1, "uuid": "a"}],
+        "no list", [None], [{}], [{"slot": "0", "uuid": "a"}], [{"slot": True, "uuid": "a"}],
+        [{"slot": -1, "uuid": "a"}],
         [{"slot": 0}], [{"slot": 0, "uuid": "a"}, {"slot": 0, "uuid": "b"}],
         [{"slot": 0, "uuid": "a"}, {"slot": 1, "uuid": "a"}],
     ],
