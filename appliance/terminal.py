@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,8 @@ _ICONS = {"good": ("●", "32"), "busy": ("◐", "33"), "held": ("⏸", "33"), "
 
 
 def width_of(stream: IO[str]) -> int:
-    """Columns of the terminal; where there is none, $COLUMNS or no limit (a file is not cut)."""
-    if not stream.isatty():
-        return int(columns) if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) >= 20 else 10_000
-    return max(20, shutil.get_terminal_size().columns)
+    """Columns of the terminal. What is piped or written to a file is never cut."""
+    return max(20, shutil.get_terminal_size().columns) if stream.isatty() else 10_000
 
 
 def mark(kind: str, stream: IO[str]) -> str:
