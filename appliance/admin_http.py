@@ -32,7 +32,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def get_json(path: Path, target: str, *, timeout: float = 2.0) -> dict[str, Any]:
+def get_json(path: Path, target: str, *, timeout: float = 2.0, statuses: tuple[int, ...] = (200,)) -> dict[str, Any]:
     """The JSON object at `target` of the server on the Unix socket `path`. NotRunning, or AdminError."""
     connection = _UnixConnection(path, timeout)
     try:
@@ -49,7 +49,7 @@ def get_json(path: Path, target: str, *, timeout: float = 2.0) -> dict[str, Any]
         raise AdminError(f"{path}: {error or type(error).__name__}", hint="see `appliance logs`") from None
     finally:
         connection.close()
-    if response.status != 200:
+    if response.status not in statuses:
         raise AdminError(f"{path}{target}: HTTP status {response.status}", hint="see `appliance logs`")
     try:
         value = json.loads(data) if len(data) <= MAX_BYTES else None

@@ -76,10 +76,11 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def _reason(text: str) -> str:
-    """Printable, on one line, not empty."""
-    if not text.strip() or len(text) > MAX_REASON_CHARS:
+    """Printable, on one line, not empty; launchers take no more than MAX_REASON_CHARS."""
+    reason = printable(text.strip())
+    if not 0 < len(reason) <= MAX_REASON_CHARS:
         raise argparse.ArgumentTypeError(f"wants 1 to {MAX_REASON_CHARS} characters")
-    return printable(text.strip())
+    return reason
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from appliance.paths import RELEASE_NAME, SLOT_NAMES, Paths
 from appliance.statefile import read_bounded, read_state
 
 SCHEMA = 1
+_MOVING = ("starting", "loading", "ready", "backoff", "draining", "stopping")  # appliance/launcher/lifecycle.py
 _STATE_SCHEMA = 1  # of the launchers' state files and of drain.json
 
 Document = dict[str, Any]
@@ -119,7 +121,7 @@ def _holds(holds: Any) -> list[Document]:
 
 
 def _engine(root: Path, number: int, engine: Document, gateways: list[Document]) -> Document:
-    keys = ("release", "model", "engine_version", "state", "admitted", "restarts", "last_exit", "progress")
+    keys = ("release", "model", "engine_version", "state", "admitted", "restarts", "last_exit", "progress", "problem")
     document = {key: engine.get(key) for key in (*keys, "retry_at", "since", "pid", "scope")}
     in_flight = [_in_flight(gateway, number, engine.get("release")) for gateway in gateways if gateway["up"]]
     known = [count for count in in_flight if count is not None]
@@ -162,19 +164,28 @@ def _gateway(paths: Paths, slot: str) -> Document:
     document: Document = {"slot": slot, "up": False, "ready": None, "reason": None, "in_flight": None, "waiting": None}
     document |= {"engines": [], "error": None}
     try:
-        state = get_json(paths.gateway_socket(slot), "/state")
+        state = get_json(paths.gateway_socket(slot), "/state")  # counts, of all its workers
+        health = get_json(paths.gateway_socket(slot), "/health", statuses=(200, 503))  # would it serve now?
     except NotRunning:
         return document
     except AdminError as error:
         return document | {"error": error.message}
-    engines = state.get("engines")
-    document["engines"] = (
-        [engine for engine in engines if isinstance(engine, dict)] if isinstance(engines, list) else []
-    )
-    document["ready"] = state["ready"] if isinstance(state.get("ready"), bool) else None
+    document["engines"] = list(_engines_of(state))
+    status = health.get("status")
+    document["ready"] = status == "ready" if isinstance(status, str) else None
     for key in ("in_flight", "waiting"):
         document[key] = state[key] if type(state.get(key)) is int else None
-    return document | {"up": True, "reason": state.get("reason")}
+    return document | {"up": True, "reason": health.get("reason")}
+
+
+def _engines_of(state: Document) -> Iterator[Document]:
+    """gpu, release, in_flight of each engine that a gateway knows."""
+    gpus = state.get("gpus")
+    for gpu in gpus if isinstance(gpus, list) else ():
+        engines = gpu.get("engines") if isinstance(gpu, dict) else None
+        for engine in engines if isinstance(engines, list) else ():
+            if isinstance(engine, dict):
+                yield {"gpu": gpu.get("gpu")} | {key: engine.get(key) for key in ("release", "in_flight")}
 
 
 def _alive(root: Path, pid: Any) -> bool:
@@ -196,9 +207,9 @@ def _state(gpu: Document) -> str:
     states = [engine["state"] for engine in gpu["engines"]]
     if any(engine["admitted"] is True for engine in gpu["engines"]):
         return "serving"
-    if not states:
-        return "idle"
-    return "starting" if any(state in ("starting", "loading", "backoff", "ready") for state in states) else "failed"
+    if any(state in _MOVING for state in states):
+        return "starting"
+    return "failed" if "failed" in states else "idle"
 
 
 def find_problems(document: Document) -> list[str]:

@@ -93,6 +93,8 @@ def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
         yield f"watchdog: {ledger['state']} {_since(ledger, now)}: {ledger['reason']}{needs}"
     for engine in gpu["engines"]:
         yield "  ".join(_engine_words(engine, now))
+        if engine["problem"]:
+            yield f"  takes no requests: {engine['problem']}"
         if engine["last_exit"]:
             yield f"  last exit: {engine['last_exit']}"
     if gpu["error"]:

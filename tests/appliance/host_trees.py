@@ -145,13 +145,16 @@ def add_launcher(root: Path, paths: Paths, gpu: int, **fields: Any) -> None:
 
 @contextmanager
 def gateway(paths: Paths, slot: str, answer: Callable[[], Any]) -> Iterator[None]:
-    """An admin socket whose /state answers what `answer()` gives (JSON, or bytes as they are)."""
+    """An admin socket whose /state and /health answer what `answer()` gives (JSON, or bytes as they are)."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            value = answer()
+            value, status = answer(), 200 if self.path == "/state" else 404
+            if self.path == "/health" and isinstance(value, dict):  # as appliance/gateway/probes.py answers it
+                ready = value.get("status", "ready") == "ready"
+                value, status = {"status": "ready", "reason": None} | value, 200 if ready else 503
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(200 if self.path == "/state" else 404)
+            self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -21,10 +21,19 @@ from appliance.statefile import write_state
 from appliance.status import read_status
 from appliance.terminal import age, binary_bytes, cut, table
 
-READY = {"ready": True, "in_flight": 4, "waiting": 1, "engines": [
-    {"gpu": 0, "release": "a", "in_flight": 3}, {"gpu": 1, "release": "a", "in_flight": 1},
-]}  # fmt: skip
-EMPTY = {"ready": False, "in_flight": 0, "waiting": 0, "engines": [], "reason": "no release in slot canary"}
+READY: dict[str, Any] = {
+    "status": "ready",
+    "reason": None,
+    "slot": "stable",
+    "release": "a",
+    "in_flight": 4,
+    "waiting": 1,
+}
+READY["gpus"] = [
+    {"gpu": 0, "engines": [{"release": "a", "in_flight": 3}]},
+    {"gpu": 1, "engines": [{"release": "a", "in_flight": 1}]},
+]
+EMPTY = {"status": "no_release", "reason": "no release in slot canary", "in_flight": 0, "waiting": 0, "gpus": []}
 
 
 class Screen(io.StringIO):
@@ -117,15 +126,15 @@ def test_gateways_that_are_down_confused_or_not_ready(paths: Paths) -> None:
     for nonsense in (b"no json", b"[]", b"x" * (5 << 20)):
         document = status(paths, stable=nonsense)
         assert document["problems"][0].startswith("gateway stable: ") and len(document["problems"]) == 1
-    document = status(paths, stable=READY | {"in_flight": "many", "engines": [{"gpu": 0, "release": "a"}]})
+    document = status(paths, stable=READY | {"in_flight": "many", "gpus": [{"gpu": 0, "engines": [{"release": "a"}]}]})
     assert document["gateways"][0]["in_flight"] is None and document["gpus"][0]["engines"][0]["in_flight"] is None
-    document = status(paths, stable=READY | {"ready": False, "reason": "no engine yet"})
+    document = status(paths, stable=READY | {"status": "no_engine", "reason": "no engine yet"})
     assert document["problems"] == ["gateway stable is not ready: no engine yet"]
 
 
 def test_a_drained_host(paths: Paths) -> None:
     write_state(paths.host_drain, {"reason": "kernel", "since": time.time() - 61}, schema=1)
-    document = status(paths, stable=READY | {"ready": False})
+    document = status(paths, stable=READY | {"status": "drained"})
     assert document["problems"] == ["the host is drained: kernel"]
     assert "drained for 1m01s: kernel" in "\n".join(status_cli.screen(document, io.StringIO()))
 
@@ -149,11 +158,11 @@ STATE_KEYS = ["pid", "holds", "engines", "status", "since"]
 ENGINE_KEYS = ["release", "state", "admitted", "restarts", "last_exit", "progress", "retry_at", "since", "pid"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(STATE_KEYS), json_values),
     st.dictionaries(st.sampled_from(ENGINE_KEYS), json_values),
-    st.dictionaries(st.sampled_from(["ready", "in_flight", "waiting", "engines", "reason"]), json_values),
+    st.dictionaries(st.sampled_from(["status", "in_flight", "waiting", "gpus", "reason"]), json_values),
 )
 def test_any_state_of_others_is_shown(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], engine: dict[str, Any], answer: dict[str, Any]
