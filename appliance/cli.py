@@ -43,17 +43,17 @@ COMMANDS = (
     Command("restart", "restart the appliance, or the launchers of some GPUs", "appliance.service_cli"),
     Command("drain", "take GPUs, or the host, out of service", "appliance.drain_cli"),
     Command("undrain", "take GPUs, or the host, back into service", "appliance.drain_cli"),
-    Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
     Command("gpus", "list GPUs and bind them to slot numbers", "appliance.gpus_cli"),
     Command("config", "check and show the configuration", "appliance.config_cli"),
     Command("doctor", "check host and installation, with the fix for what is wrong", "appliance.doctor.command"),
     Command("logs", "show the journal of the appliance", "appliance.logs_cli"),
     Command("bug-report", "collect what a maintainer needs into one file", "appliance.bug_report"),
-    Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
-    Command("serve", "serve a model in the foreground", "appliance.serve"),
     Command("version", "show the versions of everything", "appliance.version_cli"),
     Command("completion", "print a completion script for bash or zsh", "appliance.completion_cli"),
     Command("man", "print the man page", "appliance.man_cli"),
+    Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
+    Command("serve", "serve a model in the foreground", "appliance.serve"),
+    Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
 )
 
 EPILOG = """\
