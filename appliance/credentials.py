@@ -2,8 +2,9 @@
 
 systemd 252 copies LoadCredential= files when a unit starts and never again. The copies are files on a ramfs of the
 unit's own, /run/credentials/UNIT, mounted read-only everywhere; the unit sees the same ramfs. So root remounts it
-writable in a mount namespace that ends with this process, and replaces each file that differs, by rename: the unit
-reads the old one or the new one, whole. Where the source is gone the copy becomes an empty line, as SetCredential= in
+writable in a mount namespace that ends with this process (a copy of the host's: from an ExecReload= command systemd
+hides /run/credentials), and replaces each file that differs, by rename: the unit reads the old one or the new one,
+whole. Where the source is gone the copy becomes an empty line, as SetCredential= in
 the unit does it at the start.
 """
 
@@ -16,7 +17,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from appliance.log import ApplianceError, UsageError, report_error
+from appliance.log import ApplianceError, ExitCode, UsageError, report_error
 from appliance.paths import Paths
 
 NAMES = ("api-keys", "tls-cert", "tls-key")
@@ -69,19 +70,34 @@ def replace(target: Path, new: dict[str, bytes]) -> None:
         os.replace(temporary, target / name)
 
 
-def _open_for_writing(target: Path) -> None:
-    """`target` writable for this process alone: its mount namespace is private from here on."""
-    libc = ctypes.CDLL(None, use_errno=True)
+class _Mounts:
+    """The system calls; Python 3.11 has neither setns nor unshare."""
 
-    def check(result: int, what: str) -> None:
+    def __init__(self, unit: str) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._unit = unit
+
+    def enter_private_copy(self) -> None:
+        """The host's mounts, in a namespace of this process alone."""
+        fd = os.open("/proc/1/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._check(self._libc.setns(fd, _CLONE_NEWNS), "cannot enter the host's mount namespace")
+        finally:
+            os.close(fd)
+        self._check(self._libc.unshare(_CLONE_NEWNS), "cannot make a mount namespace")
+        self._mount(None, Path("/"), _MS_REC | _MS_PRIVATE)
+
+    def make_writable(self, target: Path) -> None:
+        self._mount(None, target, _MS_REMOUNT | _MS_BIND | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+    def _mount(self, source: bytes | None, target: Path, flags: int) -> None:
+        done = self._libc.mount(source, os.fsencode(target), None, ctypes.c_ulong(flags), None)
+        self._check(done, f"cannot remount {target}")
+
+    def _check(self, result: int, what: str) -> None:
         if result != 0:
-            hint = f"`systemctl restart {target.name}` takes them over with a pause"
+            hint = f"run as root; `systemctl restart {self._unit}` takes the credentials over, with a pause"
             raise ApplianceError(f"{what}: {os.strerror(ctypes.get_errno())}", hint=hint)
-
-    check(libc.unshare(_CLONE_NEWNS), "cannot make a mount namespace")
-    check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "cannot make mounts private")
-    flags = _MS_REMOUNT | _MS_BIND | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    check(libc.mount(None, os.fsencode(target), None, ctypes.c_ulong(flags), None), f"cannot remount {target}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,18 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not _UNIT.fullmatch(args.unit):
             raise UsageError(f"{args.unit!r} is no unit of ours", hint="appliance-gateway@stable.service")
-        target = _MOUNTS / args.unit
+        mounts, target = _Mounts(args.unit), _MOUNTS / args.unit
+        mounts.enter_private_copy()
         if not target.is_dir():
             raise ApplianceError(f"{target} is not there", hint=f"does {args.unit} run? `systemctl status {args.unit}`")
         new = changed(Paths.default().etc / "credentials", target)
         if new:
-            _open_for_writing(target)
+            mounts.make_writable(target)
             replace(target, new)
         print(f"credentials of {args.unit}: {', '.join(new) if new else 'nothing'} changed")
     except ApplianceError as error:
         report_error(error.message, hint=error.hint, code=error.exit_code)
         return error.exit_code
-    return 0
+    except OSError as error:
+        report_error(str(error), hint="run as root", code=ExitCode.FAILED)
+        return ExitCode.FAILED
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
