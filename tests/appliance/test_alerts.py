@@ -17,7 +17,7 @@ from tests.host.promtool import promtool
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "appliance/alerts"
 RULES = yaml.safe_load((FOLDER / "appliance.rules.yml").read_text())
-TESTS = yaml.safe_load((FOLDER / "appliance.test.yml").read_text())
+TESTS = [test for path in FOLDER.glob("*.test.yml") for test in yaml.safe_load(path.read_text())["tests"]]
 ALL = [rule for group in RULES["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in ALL if "alert" in rule}
 RECORDS = {rule["record"]: rule for rule in ALL if "record" in rule}
@@ -43,7 +43,7 @@ def test_promtool_check() -> None:
 
 
 def test_promtool_unit_tests() -> None:
-    result = run("test", "rules", "appliance.test.yml")
+    result = run("test", "rules", *sorted(path.name for path in FOLDER.glob("*.test.yml")))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -76,7 +76,7 @@ def test_each_alert_says_what_an_operator_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_each_alert_is_seen_to_fire_and_to_be_silent(name: str) -> None:
-    cases = [case for test in TESTS["tests"] for case in test["alert_rule_test"] if case["alertname"] == name]
+    cases = [case for test in TESTS for case in test["alert_rule_test"] if case["alertname"] == name]
     assert any(case["exp_alerts"] for case in cases)
     assert any(not case["exp_alerts"] for case in cases)
 
@@ -102,7 +102,7 @@ def test_commands_of_the_runbook_exist(name: str) -> None:
     text = (FOLDER / f"runbooks/{name}.md").read_text()
     code = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S) + re.findall(r"`([^`\n]+)`", text))
     known = {command.name for command in COMMANDS}
-    if "status" in known:  # the host's commands are there
+    if "release" in known:  # the host's commands are there
         used = set(re.findall(r"^appliance ([a-z-]+)", code, re.M))
         assert used <= known
     units = {path.name for path in (ROOT / "systemd").iterdir()}
