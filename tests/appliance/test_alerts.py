@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from appliance.cli import COMMANDS
+from appliance.paths import SLOT_NAMES
 from tests.host.promtool import promtool
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,6 @@ def test_label_values_exist_in_the_code() -> None:
         pytest.skip("the launcher is not in this tree yet")
     from appliance.gateway.probes import own_routes
     from appliance.launcher.lifecycle import State
-    from appliance.paths import SLOT_NAMES
 
     for rule in ALL:
         for _, matchers in selectors(rule["expr"]):
