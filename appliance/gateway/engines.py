@@ -241,7 +241,7 @@ class Engines:
             engine.pool.close()
         for key in found.keys() - self._engines.keys():
             engine = self._engines[key] = Engine(key[0], found[key])
-            engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)  # type: ignore[misc]
+            engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)
             self._begin_probe(engine)
 
     def _read_drain(self) -> None:

@@ -101,6 +101,7 @@ class Exchange:
 
     def resume(self) -> None:
         self._want_pause = False
+        self.last_data = asyncio.get_running_loop().time()  # the silence was ours
         self._update_reading()
 
     def close(self) -> None:
