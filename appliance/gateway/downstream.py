@@ -41,9 +41,10 @@ class ClientConnection(Connection):
         self._full = False
 
     def follow(self, exchange: Exchange | None) -> None:
+        """From now on `exchange` is read as fast as the client reads; None: nothing is."""
         self.exchange = exchange
-        if exchange is not None and self._full:
-            exchange.pause()
+        if exchange is not None:
+            (exchange.pause if self._full else exchange.resume)()
 
     @property
     def full(self) -> bool:

@@ -194,20 +194,37 @@ class Relay:
         return bytes(body)
 
     async def _whole(self, exchange: Exchange, head: Head) -> web.StreamResponse:
-        if head.length is not None and head.length <= MAX_WHOLE_BYTES and self.gateway.try_reserve(
-            self.call, head.length
-        ):  # fmt: skip
-            return self._response(head, await self._collect(exchange))
+        """An answer that is no stream: kept until it is whole, or until it is too large for that."""
+        kept, full = bytearray(), asyncio.Event()
+
+        def keep(data: bytes) -> None:
+            kept.extend(data)
+            if len(kept) > MAX_WHOLE_BYTES or not self.gateway.try_reserve(self.call, len(data)):
+                exchange.pause()
+                full.set()
+
+        exchange.attach(keep)
+        overflow = asyncio.ensure_future(full.wait())
+        try:
+            await asyncio.wait((exchange.ended, overflow), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            overflow.cancel()
+        if not exchange.ended.done():
+            return await self._pass_on(exchange, head, kept)
+        exchange.ended.result()
+        return self._response(head, bytes(kept))
+
+    async def _pass_on(self, exchange: Exchange, head: Head, begun: bytearray) -> web.StreamResponse:
         response = web.StreamResponse(status=head.status, headers=self._headers(head))
         if head.length is not None:
             response.content_length = head.length
         writer = await response.prepare(self.request)
         assert writer is not None
-        writer.send_headers()
-        pipe = Pipe(self.request, writer)
         self.call.first_byte()
+        await response.write(bytes(begun))
+        pipe = Pipe(self.request, writer)
+        pipe.connection.follow(exchange)
         try:
-            pipe.connection.follow(exchange)
             exchange.attach(pipe.write)
             await exchange.ended
         except UpstreamError as error:

@@ -22,9 +22,9 @@ _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\
 
 
 class UpstreamError(Exception):
-    """An exchange that failed. `kind`: "connect" nothing was sent; "stale" a kept connection had been closed, nothing
-    was answered; "closed" the engine went away with the request in work; "bad" what it sent is not HTTP as we know it;
-    "silent" it sent nothing for too long."""
+    """An exchange that failed. `kind`: "connect" nothing was sent; "stale" a kept connection was closed before the
+    request was read; "closed" the engine went away with the request in work; "bad" what it sent is not HTTP as we know
+    it; "silent" it sent nothing for too long."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -219,7 +219,8 @@ class Connection(asyncio.Protocol):
         if self._exchange is not None and until_close and exc is None:
             exchange, self._exchange = self._exchange, None
             exchange.finish(None)
-        stale = self._uses > 1 and not self._answered
+        # Closed with our request unread, the kernel says so (EPIPE, ECONNRESET); after it was read: a plain end.
+        stale = self._uses > 1 and not self._answered and isinstance(exc, BrokenPipeError | ConnectionResetError)
         self.fail("stale" if stale else "closed", "the engine closed the connection")
         self._on_lost(self)
 
