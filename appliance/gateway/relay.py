@@ -204,11 +204,12 @@ class Relay:
                 full.set()
 
         exchange.attach(keep)
-        overflow = asyncio.ensure_future(full.wait())
-        try:
-            await asyncio.wait((exchange.ended, overflow), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            overflow.cancel()
+        if not exchange.ended.done():  # a small answer is here together with its head
+            overflow = asyncio.ensure_future(full.wait())
+            try:
+                await asyncio.wait((exchange.ended, overflow), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                overflow.cancel()
         if not exchange.ended.done():
             return await self._pass_on(exchange, head, kept)
         exchange.ended.result()
