@@ -51,7 +51,7 @@ def find(request: web.BaseRequest) -> Target:
     if path in RELAYED:
         route = target = path
         wanted = RELAYED[path]
-    elif path.startswith(MODEL_PREFIX) and len(path) > len(MODEL_PREFIX):
+    elif path.startswith(MODEL_PREFIX) and len(path) > len(MODEL_PREFIX) and not {".", ".."} & set(path.split("/")):
         route, wanted = MODEL_PREFIX + "{model}", "GET"
         target = MODEL_PREFIX + quote(path[len(MODEL_PREFIX) :], safe="", errors="surrogateescape")
     else:

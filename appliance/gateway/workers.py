@@ -9,6 +9,7 @@ STUCK_SECONDS is killed. When this process dies the channel closes and its worke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -65,8 +66,9 @@ async def run_worker(settings: Settings, inherited: str) -> int:
 
         try:
             status = await worker.run(listener, ready=ready, draining=lambda: None)
-            _say(writer, {"answer": -1, **_report(worker)})
-            await writer.drain()
+            with contextlib.suppress(ConnectionError):  # nobody is there to be told
+                _say(writer, {"answer": -1, **_report(worker)})
+                await writer.drain()
             return status
         finally:
             for task in talking:
@@ -75,8 +77,9 @@ async def run_worker(settings: Settings, inherited: str) -> int:
 
 
 async def _answer(worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while line := await reader.readline():
-        _say(writer, {"answer": msgspec.json.decode(line)["ask"], **_report(worker)})
+    with contextlib.suppress(ConnectionError):
+        while line := await reader.readline():
+            _say(writer, {"answer": msgspec.json.decode(line)["ask"], **_report(worker)})
     worker.leave()  # the supervisor died
 
 
@@ -128,22 +131,30 @@ class Child:
     async def listen(self) -> None:
         """Read what it says until its end of the channel closes."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._channel, limit=MAX_LINE)
-        loop = asyncio.get_running_loop()
-        while line := await reader.readline():
-            message = msgspec.json.decode(line)
-            self.heard = loop.time()
-            if message.get("ready"):
-                self.ready.set()
-            if "metrics" in message:
-                self.metrics = {
-                    name: [(tuple(labels), value) for labels, value in samples]
-                    for name, samples in message["metrics"].items()
-                }
-                self.state = message["state"]
-                future = self._answers.pop(message["answer"], None)
-                if future is not None and not future.done():
+        try:
+            while line := await reader.readline():
+                self._heard(msgspec.json.decode(line))
+        except ConnectionError:
+            pass  # it died as we asked it something
+        finally:
+            self._writer.close()
+            for future in self._answers.values():
+                if not future.done():
                     future.set_result(None)
-        self._writer.close()
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        self.heard = asyncio.get_running_loop().time()
+        if message.get("ready"):
+            self.ready.set()
+        if "metrics" in message:
+            self.metrics = {
+                name: [(tuple(labels), value) for labels, value in samples]
+                for name, samples in message["metrics"].items()
+            }
+            self.state = message["state"]
+            future = self._answers.pop(message["answer"], None)
+            if future is not None and not future.done():
+                future.set_result(None)
 
     async def ask(self) -> None:
         """Renew `metrics` and `state`; what it said last stays where it does not answer in time."""
@@ -181,7 +192,12 @@ class Supervisor:
             loop.add_signal_handler(number, self._forward, number)
         try:
             tasks += [loop.create_task(self._announce()), loop.create_task(self._ping())]
-            await self._worker.stop.wait()
+            stopping = loop.create_task(self._worker.stop.wait())
+            await asyncio.wait((stopping, *tasks, *keepers), return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():  # none of the others ends by itself
+                broken = [task.exception() for task in (*tasks, *keepers) if task.done()]
+                log_event(logger, logging.CRITICAL, "supervisor_failed", f"{broken[0]!r}")
+                return 1
             gateway.stopping = True
             seconds = self.settings.gateway.drain_timeout + 10
             self._notifier.send(STOPPING=1, STATUS="draining", EXTEND_TIMEOUT_USEC=int(seconds * 1e6))
@@ -210,6 +226,7 @@ class Supervisor:
         log_event(logger, logging.INFO, "listening", f"listening on {self._listener.getsockname()}")
         self._notifier.send(READY=1, STATUS=f"serving {self.settings.host}:{self.settings.port}")
         await watch(self._notifier)
+        await self._worker.stop.wait()  # nobody wants a watchdog
 
     async def _ping(self) -> None:
         """Keep what the workers have counted, and kill one whose loop does not turn."""

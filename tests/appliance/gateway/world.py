@@ -141,12 +141,12 @@ class FakeEngine:
                 work = asyncio.ensure_future(self.script(request, writer))
                 watch = asyncio.ensure_future(_gone(reader, writer))
                 await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-                if watch.done():
-                    request.gone.set()
                 watch.cancel()
                 work.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                try:
                     await work
+                except (asyncio.CancelledError, ConnectionError):
+                    request.gone.set()
                 if writer.is_closing() or request.gone.is_set():
                     return
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -325,7 +325,7 @@ def settings_for(paths: Paths, slot: str = "stable", *, keys: Path | None = None
 
 
 @contextlib.asynccontextmanager
-async def fronted(host: Host, *, wait: bool = True, **options: Any) -> AsyncIterator[Front]:
+async def fronted(host: Host, /, *, wait: bool = True, **options: Any) -> AsyncIterator[Front]:
     """A gateway on a free port. `wait`: until it has probed the engines that are there."""
     ssl = options.pop("client_ssl", None)
     settings = settings_for(host.paths, **({"port": 0} | options))
