@@ -1,0 +1,154 @@
+"""The Python side of the bundle: our own wheel, the locked ones, pip itself, and requirements.txt with their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+from command import BundleError, run
+
+PYTHON = (3, 11)  # Debian 12's
+GLIBC = (2, 36)  # Debian 12's
+PACKAGES = ("appliance", "engine", "kernels", "canary", "healthcheck")
+BUILD_ONLY = ("setuptools", "wheel")  # in run.txt for the compiled cores of a checkout
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", "fatbin")
+_VERSION_LINE = re.compile(r'^(__version__|version) = "[^"]+"$', re.M)
+
+
+def copy_tree(root: Path, target: Path, *, version: str, gpu: bool) -> Path:
+    """A clean copy of what our wheel is made of, with `version` in it. Built files of the checkout stay behind: whether
+    somebody ran `make kernels` or `make test` here must not change the bundle."""
+    target.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(root / name, target)
+    for name in PACKAGES:
+        shutil.copytree(root / name, target / name, ignore=_LEFT_OUT)
+    if gpu:
+        fatbin = root / "kernels" / "fatbin"
+        if not (fatbin / "manifest.json").is_file():
+            raise BundleError("the kernels are not compiled", hint="make kernels (needs nvcc 13.0, no GPU)")
+        shutil.copytree(fatbin, target / "kernels" / "fatbin")
+    for path in (target / "pyproject.toml", target / "appliance" / "__init__.py"):
+        text, count = _VERSION_LINE.subn(rf'\1 = "{version}"', path.read_text(), count=1)
+        if count != 1:
+            raise BundleError(f"{path.name} has no version line", hint="this checkout is incomplete; see `git status`")
+        path.write_text(text)
+    return target
+
+
+def own_wheel(tree: Path, target: Path) -> Path:
+    """Builds our wheel and checks that it runs on the host: for its Python, and no newer glibc than its own."""
+    if sys.version_info[:2] != PYTHON:
+        raise BundleError(
+            f"the bundle is for Python 3.11 and this is {sys.version_info[0]}.{sys.version_info[1]}",
+            hint="make bundle PYTHON=python3.11 (with its headers); the host's Debian 12 has 3.11",
+        )
+    # No debug information: it holds the path of this build. CFLAGS cannot loosen the arithmetic (setup.py).
+    env = {"CFLAGS": "-g0", "LDFLAGS": "-s"}
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run([*command, "--no-build-isolation", "--no-index", "-w", target, "."], cwd=tree, env=env, hint="make setup")
+    (wheel,) = target.glob("llm_appliance-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        cores = [name for name in file.namelist() if name.endswith(".so")]
+        if len(cores) != 3:
+            raise BundleError(f"our wheel holds the compiled cores {cores}, not three", hint="see setup.py")
+        for name in cores:
+            check_glibc(Path(file.extract(name, tree / "built")), name)
+    return wheel
+
+
+def check_glibc(library: Path, name: str) -> None:
+    """BundleError where `library` asks for symbols that Debian 12's glibc does not have."""
+    shown = run(["readelf", "--version-info", "--wide", library], hint="apt-get install binutils")
+    needed = max((tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", shown)), default=(0, 0))
+    if needed > GLIBC:
+        raise BundleError(
+            f"{name} was linked against glibc {needed[0]}.{needed[1]}; Debian 12 has {GLIBC[0]}.{GLIBC[1]}",
+            hint="build the bundle on Debian 12 (a container will do)",
+        )
+
+
+def download(ci: Path, target: Path, *, cache: Path, gpu: bool) -> None:
+    """The locked wheels for the host, whatever this machine is, each checked against the hash in its lock file."""
+    lock_names = ["run", "gpu"] if gpu else ["run"]
+    cache.mkdir(parents=True, exist_ok=True)
+    for name in [*lock_names, "bundle"]:
+        lock = cache / f"{name}.txt"
+        lock.write_text(_without((ci / "requirements" / f"{name}.txt").read_text(), {*BUILD_ONLY, "pycuda"}))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--require-hashes", "--only-binary", ":all:", "--implementation", "cp", "--python-version", "3.11"]
+        command += [word for tag in _platforms() for word in ("--platform", tag)]
+        run([*command, "--find-links", cache, "-r", lock, "-d", cache], hint="is the package index reachable?")
+        for requirement in _pinned(lock.read_text()):
+            shutil.copy(_find(cache, *requirement), target)
+    if gpu:
+        run([ci / "build-pycuda", target, sys.executable], hint="needs nvcc 13.0 and g++, no GPU; see make setup-gpu")
+
+
+def write_requirements(content: Path) -> None:
+    """requirements.txt: each wheel of the bundle by name, version and hash. pip itself is not installed, only used."""
+    lines = []
+    for wheel in sorted((content / "wheels").glob("*.whl")):
+        data = metadata(wheel)
+        if data["Name"] != "pip":
+            lines.append(f"{data['Name']}=={data['Version']} --hash=sha256:{sha256(wheel)}\n")
+    (content / "requirements.txt").write_text("".join(lines))
+
+
+def metadata(wheel: Path) -> Message:
+    """The METADATA of a wheel."""
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+        return Parser().parsestr(file.read(name).decode("utf-8", errors="replace"))
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _platforms() -> list[str]:
+    newest = GLIBC[1]
+    return [*(f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)), "manylinux2014_x86_64", "any"]
+
+
+def _without(lock: str, names: set[str]) -> str:
+    """The lock file without these requirements: each is one line that may be continued with a backslash."""
+    entries = re.findall(r"^(?:[^\n]*\\\n)*[^\n]*\n", lock, re.M)
+    return "".join(entry for entry in entries if entry.partition("==")[0] not in names)
+
+
+def _pinned(lock: str) -> list[tuple[str, str]]:
+    """(name, version) of what applies to the host, by the markers that `uv pip compile --universal` writes."""
+    found = []
+    for name, version, marker in re.findall(r"^([a-z0-9-]+)==(\S+)(?: ; ([^\\\n]*))?", lock, re.M):
+        wanted = re.fullmatch(r"python_full_version (<|>=) '3\.(\d+)'", marker.strip()) if marker else None
+        if marker and not wanted:
+            raise BundleError(f"{name} is locked with the marker {marker!r}", hint="teach wheels.py:_pinned about it")
+        if not wanted or (PYTHON[1] < int(wanted[2])) == (wanted[1] == "<"):
+            found.append((name, version))
+    return found
+
+
+def _find(cache: Path, name: str, version: str) -> Path:
+    """The one wheel of that release in the cache (pip has checked its hash)."""
+    prefix = f"{re.sub('[-_.]+', '_', name)}-{version}-"
+    found = [path for path in cache.glob("*.whl") if re.sub("[-_.]+", "_", path.name.split("-")[0]).lower() in prefix]
+    found = [path for path in found if path.name.split("-")[1] == version]
+    if len(found) != 1:
+        raise BundleError(f"{name} {version}: {len(found)} wheels in {cache}", hint=f"rm -r {cache}, and run it again")
+    return found[0]
+
+
+def license_of(data: Message) -> str:
+    """What the package says about its licence, in one line."""
+    text = data["License-Expression"] or (data["License"] or "").strip().split("\n")[0]
+    classifiers = [value.rpartition(" :: ")[2] for value in data.get_all("Classifier", []) if value[:7] == "License"]
+    return text or ", ".join(classifiers) or f"see {os.fspath(data['Name'])}'s files"
