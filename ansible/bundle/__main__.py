@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -78,7 +77,6 @@ def build(args: argparse.Namespace) -> Path:
         progress.stage("packing")
         manifest = archive.make_manifest(content, version=args.version, gpu=args.gpu, packages=packages)
         target = archive.write(content, manifest, args.output)
-    shutil.rmtree(args.cache / "work", ignore_errors=True)
     progress.stage(f"{own.name}, {len(packages)} Debian packages, {format_bytes(target.stat().st_size)}")
     return target
 

@@ -57,6 +57,10 @@ def own_wheel(tree: Path, target: Path) -> Path:
     (wheel,) = target.glob("llm_appliance-*.whl")
     with zipfile.ZipFile(wheel) as file:
         cores = [name for name in file.namelist() if name.endswith(".so")]
+        modules = {str(path.relative_to(tree)) for name in PACKAGES for path in (tree / name).rglob("*.py")}
+        if left_out := sorted(modules - set(file.namelist())):
+            hint = "add its package to [tool.setuptools] packages in pyproject.toml"
+            raise BundleError(f"our wheel lacks {', '.join(left_out[:5])}", hint=hint)
         if len(cores) != 3:
             raise BundleError(f"our wheel holds the compiled cores {cores}, not three", hint="see setup.py")
         for name in cores:
