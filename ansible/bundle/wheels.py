@@ -11,6 +11,7 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from typing import NamedTuple
 
 from command import BundleError, run
 
@@ -80,20 +81,31 @@ def check_glibc(library: Path, name: str) -> None:
 
 
 def download(ci: Path, target: Path, *, cache: Path, gpu: bool) -> None:
-    """The locked wheels for the host, whatever this machine is, each checked against the hash in its lock file."""
-    lock_names = ["run", "gpu"] if gpu else ["run"]
+    """The locked wheels for the host, whatever this machine is, each checked against the hashes in its lock file."""
     cache.mkdir(parents=True, exist_ok=True)
-    for name in [*lock_names, "bundle"]:
-        lock = cache / f"{name}.txt"
-        lock.write_text(_without((ci / "requirements" / f"{name}.txt").read_text(), {*BUILD_ONLY, "pycuda"}))
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--require-hashes", "--only-binary", ":all:", "--implementation", "cp", "--python-version", "3.11"]
-        command += [word for tag in _platforms() for word in ("--platform", tag)]
-        run([*command, "--find-links", cache, "-r", lock, "-d", cache], hint="is the package index reachable?")
-        for requirement in _pinned(lock.read_text()):
-            shutil.copy(_find(cache, *requirement), target)
+    for name in ["run", *(["gpu"] if gpu else []), "bundle"]:
+        entries = _entries((ci / "requirements" / f"{name}.txt").read_text())
+        wanted = [entry for entry in entries if entry.name not in (*BUILD_ONLY, "pycuda")]
+        if not all(_cached(cache, entry) for entry in wanted):
+            lock = cache / f"{name}.txt"
+            lock.write_text("".join(entry.text for entry in wanted))
+            _fetch(lock, cache)
+        for entry in wanted:
+            wheel = _cached(cache, entry)
+            if wheel is None:
+                raise BundleError(f"pip brought no wheel of {entry.name} {entry.version}", hint=f"rm -r {cache}")
+            shutil.copy(wheel, target)
     if gpu:
         run([ci / "build-pycuda", target, sys.executable], hint="needs nvcc 13.0 and g++, no GPU; see make setup-gpu")
+
+
+def _fetch(lock: Path, cache: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--require-hashes", "--only-binary", ":all:", "--implementation", "cp", "--python-version", "3.11"]
+    newest = GLIBC[1]
+    for tag in [*(f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)), "manylinux2014_x86_64", "any"]:
+        command += ["--platform", tag]
+    run([*command, "-r", lock, "-d", cache], hint="is the package index reachable?")
 
 
 def write_requirements(content: Path) -> None:
@@ -118,37 +130,36 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _platforms() -> list[str]:
-    newest = GLIBC[1]
-    return [*(f"manylinux_2_{minor}_x86_64" for minor in range(newest, 4, -1)), "manylinux2014_x86_64", "any"]
+class Entry(NamedTuple):
+    """One requirement of a lock file."""
+
+    name: str
+    version: str
+    hashes: frozenset[str]
+    text: str
 
 
-def _without(lock: str, names: set[str]) -> str:
-    """The lock file without these requirements: each is one line that may be continued with a backslash."""
-    entries = re.findall(r"^(?:[^\n]*\\\n)*[^\n]*\n", lock, re.M)
-    return "".join(entry for entry in entries if entry.partition("==")[0] not in names)
-
-
-def _pinned(lock: str) -> list[tuple[str, str]]:
-    """(name, version) of what applies to the host, by the markers that `uv pip compile --universal` writes."""
+def _entries(lock: str) -> list[Entry]:
+    """What applies to the host, by the markers that `uv pip compile --universal` writes."""
     found = []
-    for name, version, marker in re.findall(r"^([a-z0-9-]+)==(\S+)(?: ; ([^\\\n]*))?", lock, re.M):
-        wanted = re.fullmatch(r"python_full_version (<|>=) '3\.(\d+)'", marker.strip()) if marker else None
-        if marker and not wanted:
-            raise BundleError(f"{name} is locked with the marker {marker!r}", hint="teach wheels.py:_pinned about it")
+    for text in re.findall(r"^[a-z0-9](?:[^\n]*\\\n)*[^\n]*\n", lock, re.M):  # a line that backslashes continue
+        head = re.match(r"([a-z0-9-]+)==([^\s;]+)(?: ; ([^\\\n]*))?", text)
+        marker = head[3].strip() if head and head[3] else None
+        wanted = re.fullmatch(r"python_full_version (<|>=) '3\.(\d+)'", marker) if marker else None
+        if head is None or (marker and not wanted):
+            raise BundleError(f"a lock file has {text[:80]!r}", hint="teach wheels.py:_entries about it")
         if not wanted or (PYTHON[1] < int(wanted[2])) == (wanted[1] == "<"):
-            found.append((name, version))
+            found.append(Entry(head[1], head[2], frozenset(re.findall(r"sha256:([0-9a-f]{64})", text)), text))
     return found
 
 
-def _find(cache: Path, name: str, version: str) -> Path:
-    """The one wheel of that release in the cache (pip has checked its hash)."""
-    prefix = f"{re.sub('[-_.]+', '_', name)}-{version}-"
-    found = [path for path in cache.glob("*.whl") if re.sub("[-_.]+", "_", path.name.split("-")[0]).lower() in prefix]
-    found = [path for path in found if path.name.split("-")[1] == version]
-    if len(found) != 1:
-        raise BundleError(f"{name} {version}: {len(found)} wheels in {cache}", hint=f"rm -r {cache}, and run it again")
-    return found[0]
+def _cached(cache: Path, entry: Entry) -> Path | None:
+    """The wheel of that requirement, if the cache has one with a locked hash."""
+    for path in sorted(cache.glob(f"*-{entry.version}-*.whl")):
+        name = re.sub("[-_.]+", "-", path.name.split("-")[0]).lower()
+        if name == entry.name and sha256(path) in entry.hashes:
+            return path
+    return None
 
 
 def license_of(data: Message) -> str:
