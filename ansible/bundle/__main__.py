@@ -25,7 +25,6 @@ import archive  # noqa: E402
 import debs  # noqa: E402
 import host_tree  # noqa: E402
 import wheels  # noqa: E402
-
 from appliance import __version__  # noqa: E402
 from appliance.log import ApplianceError, Progress, UsageError, format_bytes, report_error  # noqa: E402
 
