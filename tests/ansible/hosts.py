@@ -6,15 +6,12 @@ transfer and pipelining are the real ones, and no network is needed.
 
 from __future__ import annotations
 
-import os
+import json
 import shlex
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import json
 from tests.host.box import BOX, Box
 from tests.host.roots import Recipe
 
