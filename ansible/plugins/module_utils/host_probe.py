@@ -7,6 +7,7 @@ Unknown stays unknown: a value that cannot be read is None, never a guess.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -93,6 +94,15 @@ def _unit(root: Path, pid: str) -> str | None:
     text = read_text(root / "proc" / pid / "cgroup") or ""
     names = [name for name in text.strip().split("/") if name.endswith((".service", ".scope"))]
     return names[-1] if names else None
+
+
+def slots(root: Path) -> list[int]:
+    """Numbers of the GPU slots that are bound (gpus.json, appliance/gpus.py); empty where there are none."""
+    try:
+        entries = json.loads(read_text(root / "var/lib/appliance/gpus.json") or "{}").get("gpus", [])
+        return sorted(int(entry["slot"]) for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []  # damaged: `appliance gpus bind` says so
 
 
 def nvidia(root: Path) -> dict[str, Any]:

@@ -87,7 +87,12 @@ def main() -> None:
         "listeners": host_probe.listeners(ROOT, module.params["ports"]),
         "nvidia": host_probe.nvidia(ROOT),
         "root": os.geteuid() == 0,
-        "installed": {"version": state.current, "previous": state.previous, "versions": list(state.versions)},
+        "installed": {
+            "version": state.current,
+            "previous": state.previous,
+            "versions": list(state.versions),
+            "slots": host_probe.slots(ROOT),
+        },
         "configured": Path("/etc/appliance/appliance.toml").is_file(),
     }
     module.exit_json(changed=False, appliance_host=facts, ansible_facts={"appliance_host": facts})
@@ -112,7 +117,7 @@ def _python(module: AnsibleModule) -> dict[str, Any]:
     """The distribution's Python, whichever one runs this module."""
     system = "/usr/bin/python3"
     if os.path.realpath(sys.executable) == os.path.realpath(system):
-        return {"version": "%d.%d" % sys.version_info[:2], "venv": _has_venv()}
+        return {"version": "{}.{}".format(*sys.version_info[:2]), "venv": _has_venv()}
     status, out, _ = module.run_command([system, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"])
     return {"version": out.strip() or None, "venv": status == 0}
 
