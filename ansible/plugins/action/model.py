@@ -1,6 +1,6 @@
 # Copyright: the LLM appliance maintainers
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's half of appliance.host.model: compares digests, and copies the files where there is no such model."""
+"""The controller's half of appliance.host.model: compares digests, and copies files where there is no such model."""
 
 from __future__ import annotations
 
