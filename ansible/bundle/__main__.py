@@ -65,7 +65,7 @@ def build(args: argparse.Namespace) -> Path:
         content.mkdir()
         progress.stage("building our wheel")
         tree = wheels.copy_tree(ROOT, work / "tree", version=args.version, gpu=args.gpu)
-        own = wheels.own_wheel(tree, content / "wheels")
+        own = wheels.own_wheel(tree, content / "wheels", version=args.version)
         progress.stage("fetching the locked wheels")
         wheels.download(ROOT / ".ci", content / "wheels", cache=args.cache / "wheels", gpu=args.gpu)
         wheels.write_requirements(content)

@@ -49,8 +49,10 @@ def collect(root: Path, tree: Path, content: Path, *, wheels: Path, packages: li
             shutil.copyfile(path, host / place / path.name)
     _put(host / "usr/share/bash-completion/completions/appliance", _own_output(tree, "completion", "bash").encode())
     _put(host / "usr/share/zsh/vendor-completions/_appliance", _own_output(tree, "completion", "zsh").encode())
-    page = _own_output(tree, "man").encode()
-    _put(host / "usr/share/man/man8/appliance.8.gz", gzip.compress(page, mtime=int(os.environ["SOURCE_DATE_EPOCH"])))
+    for name, section in (("appliance", "8"), ("appliance.toml", "5")):
+        page = _own_output(tree, "man", "--page", section).encode()
+        packed = gzip.compress(page, mtime=int(os.environ["SOURCE_DATE_EPOCH"]))
+        _put(host / f"usr/share/man/man{section}/{name}.{section}.gz", packed)
     _put(host / DOC / "THIRD-PARTY", _notice(wheels, packages).encode())
 
 

@@ -36,15 +36,18 @@ def copy_tree(root: Path, target: Path, *, version: str, gpu: bool) -> Path:
         if not (fatbin / "manifest.json").is_file():
             raise BundleError("the kernels are not compiled", hint="make kernels (needs nvcc 13.0, no GPU)")
         shutil.copytree(fatbin, target / "kernels" / "fatbin")
-    for path in (target / "pyproject.toml", target / "appliance" / "__init__.py"):
+    places = [target / name / "__init__.py" for name in PACKAGES] + [target / "pyproject.toml"]
+    found = 0
+    for path in places:
         text, count = _VERSION_LINE.subn(rf'\1 = "{version}"', path.read_text(), count=1)
-        if count != 1:
-            raise BundleError(f"{path.name} has no version line", hint="this checkout is incomplete; see `git status`")
         path.write_text(text)
+        found += count
+    if not found:
+        raise BundleError("no file says which version this is", hint="this checkout is incomplete; see `git status`")
     return target
 
 
-def own_wheel(tree: Path, target: Path) -> Path:
+def own_wheel(tree: Path, target: Path, *, version: str) -> Path:
     """Builds our wheel and checks that it runs on the host: for its Python, and no newer glibc than its own."""
     if sys.version_info[:2] != PYTHON:
         raise BundleError(
@@ -56,6 +59,8 @@ def own_wheel(tree: Path, target: Path) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run([*command, "--no-build-isolation", "--no-index", "-w", target, "."], cwd=tree, env=env, hint="make setup")
     (wheel,) = target.glob("llm_appliance-*.whl")
+    if metadata(wheel)["Version"] != version:
+        raise BundleError(f"the wheel is {wheel.name}, not version {version}", hint="see wheels.py:copy_tree")
     with zipfile.ZipFile(wheel) as file:
         cores = [name for name in file.namelist() if name.endswith(".so")]
         modules = {str(path.relative_to(tree)) for name in PACKAGES for path in (tree / name).rglob("*.py")}
