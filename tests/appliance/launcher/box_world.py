@@ -102,7 +102,9 @@ class World:
         return self.box.run(["/usr/bin/python3", "-P", "-c", script, *args], env=env, user=user, timeout=120).stdout
 
     def state(self, gpu: int = 0) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(self.box.read(f"/run/appliance/gpu{gpu}/state.json"))
+        """state.json; without a launcher there is none, which reads as one that has no engine and no pid."""
+        shown = self.box.run(["cat", f"/run/appliance/gpu{gpu}/state.json"], check=False)
+        state: dict[str, Any] = json.loads(shown.stdout or '{"pid": null, "engines": [], "holds": {}}')
         return state
 
     def engine(self, release: str, gpu: int = 0) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class World:
     def wait(self, what: Callable[[], Any], seconds: float = 30.0) -> Any:
         deadline = time.monotonic() + seconds
         while not (value := what()):
-            assert time.monotonic() < deadline, f"not in {seconds} s; {self.box.read('/run/appliance/gpu0/state.json')}"
+            assert time.monotonic() < deadline, f"not in {seconds} s; {self.state()}"
             time.sleep(0.1)
         return value
 
