@@ -6,6 +6,7 @@ and the end; in between nothing else writes to this connection.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from engine.api.connection import Connection
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
 
+    from appliance.gateway.service import Gateway
     from appliance.gateway.upstream import Exchange
 
 HOP_BY_HOP = frozenset({
@@ -39,6 +41,19 @@ class ClientConnection(Connection):
         super().__init__(*args, **kwargs)
         self.exchange: Exchange | None = None
         self._full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._publish()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._publish()
+
+    def _publish(self) -> None:
+        gateway = cast("Gateway", self._service)
+        if gateway.engines.load is not None:
+            gateway.engines.load.set_connections(gateway.connections)
 
     def follow(self, exchange: Exchange | None) -> None:
         """From now on `exchange` is read as fast as the client reads; None: nothing is."""

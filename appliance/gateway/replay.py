@@ -49,7 +49,6 @@ class Replay:
             outcome = "done"
         except GaveUp as gave_up:
             outcome = gave_up.outcome
-            metrics.errors.inc(self._settings.slot, self._release, "stream")
             log_event(
                 logger, logging.ERROR, "stream_failed", str(gave_up), req_id=self._call.request_id, outcome=outcome,
                 release=self._release,
@@ -66,13 +65,11 @@ class Replay:
                 self._note(cut)
                 self._deadline = self._loop.time() + self._settings.gateway.replay_timeout
             engine = await self._next_engine()
-            engine.in_flight += 1
             try:
-                cut = await self._attempt(engine)
+                with engine.busy():
+                    cut = await self._attempt(engine)
             except StreamCut as again:
                 cut = again
-            finally:
-                engine.in_flight -= 1
             if self._whole:
                 return
 

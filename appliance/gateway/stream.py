@@ -59,6 +59,7 @@ class Stream:
         """Pass on what comes until the stream is whole. StreamCut when it will not be."""
         self._events = Events(self._ids)
         self._wake.clear()
+        self._gateway.streams.add(self)
         exchange.ended.add_done_callback(lambda _: self._wake.set())
         connection = self._pipe.connection if self._pipe is not None else None
         try:
@@ -73,6 +74,7 @@ class Stream:
                 if self._is_whole(exchange):
                     return
         finally:
+            self._gateway.streams.discard(self)
             if connection is not None:
                 connection.follow(None)
 
