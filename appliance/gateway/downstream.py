@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
-from aiohttp import web
-
 from engine.api.connection import Connection
 
 if TYPE_CHECKING:
@@ -82,8 +80,8 @@ class ClientConnection(Connection):
 class Pipe:
     """Writes pieces of a response's body that has begun."""
 
-    def __init__(self, request: web.BaseRequest, writer: AbstractStreamWriter) -> None:
-        self.connection = cast(ClientConnection, request.protocol)
+    def __init__(self, connection: ClientConnection, writer: AbstractStreamWriter) -> None:
+        self.connection = connection
         self._chunked = bool(cast(Any, writer).chunked)
 
     def write(self, data: bytes) -> None:

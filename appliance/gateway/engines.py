@@ -181,7 +181,8 @@ class Engines:
         except TimeoutError:
             pass
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -207,7 +208,7 @@ class Engines:
             self._drain_stamp, changed = stamp, True
             self._read_drain()
         if changed:
-            self._notify()
+            self.notify()
 
     def _poll_pointer(self) -> bool:
         name = read_pointer(self._paths, self.slot)
@@ -283,7 +284,12 @@ class Engines:
             return
         task = _Probe(self._probe(engine), engine)
         self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+        task.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(logger, logging.ERROR, "probe_failed", repr(error))
 
     async def _probe(self, engine: Engine) -> None:
         """Ask until it answers or is gone. The connection stays: when the engine dies, its end is seen at once."""
@@ -291,12 +297,12 @@ class Engines:
             if await _answers(engine.pool):
                 if engine.reachable is not True:
                     engine.reachable = True
-                    self._notify()
+                    self.notify()
                 return
             if engine.reachable is not False:
                 engine.reachable = False
                 log_event(logger, logging.WARNING, "engine_unreachable", gpu=engine.gpu, release=engine.release)
-                self._notify()
+                self.notify()
             await asyncio.sleep(POLL_SECONDS)
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
-from appliance.gateway.downstream import Pipe, client_headers
+from appliance.gateway.downstream import ClientConnection, Pipe, client_headers
 from appliance.gateway.replay import Replay
 from appliance.gateway.stream import Stream, StreamCut
 from appliance.gateway.upstream import Exchange, Head, UpstreamError
@@ -85,10 +85,16 @@ class Relay:
                     _, reason = self.engines.not_ready() or ("", "its engines answer that they cannot take it")
                     raise self._no_engine("no_engine", f"no engine could take this request: {reason}")
                 await self.engines.changed(left)
+                if gateway.aborting:
+                    raise self.shutting_down()
         finally:
             gateway.waiting -= 1
             self._waited += time.monotonic() - began
         return engine
+
+    def shutting_down(self) -> ApiError:
+        """This process has to go before the answer is complete."""
+        return unavailable("the gateway shut down before this answer was complete", "shutting_down", 1)
 
     def _no_engine(self, code: str, reason: str) -> ApiError:
         return unavailable(reason, code)
@@ -151,6 +157,8 @@ class Relay:
         try:
             await stream.follow(exchange)
         except StreamCut as cut:
+            if cut.kind == "shutdown" and stream.response is None:
+                raise self.shutting_down() from None
             if stream.response is None:
                 raise UpstreamError(cut.kind, str(cut)) from None
             return cut
@@ -233,7 +241,7 @@ class Relay:
         assert writer is not None
         self.call.first_byte()
         await response.write(bytes(begun))
-        pipe = Pipe(self.request, writer)
+        pipe = Pipe(cast(ClientConnection, self.request.protocol), writer)
         pipe.connection.follow(exchange)
         try:
             exchange.attach(pipe.write)

@@ -74,9 +74,9 @@ def unix_socket(path: Path) -> socket.socket:
                 raise BusyError(f"another gateway serves {path}", hint="stop it first")
         path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     old = os.umask(0o777 & ~_SOCKET_MODE)
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         sock.bind(os.fspath(path))
         sock.listen(BACKLOG)
     except OSError as error:
@@ -210,10 +210,12 @@ class Worker:
         log_event(logger, logging.WARNING, "draining", in_flight=gateway.active)
         if not await self._idle(timeouts.drain, self.hurry):
             await self._idle(timeouts.fast_drain if self.hurry.is_set() else 0.0, None)
+        gateway.aborting = True
+        gateway.engines.notify()  # whoever waits for one
         left = list(gateway.streams)
         for stream in left:
             stream.shut_down()
-        await self._idle(_FLUSH_SECONDS if left else 0.0, None)
+        await self._idle(_FLUSH_SECONDS if left or gateway.waiting else 0.2, None)
         log_event(logger, logging.WARNING, "drained", ended=len(left), cut=gateway.active)
 
     async def _idle(self, seconds: float, hurry: asyncio.Event | None) -> bool:

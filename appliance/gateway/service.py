@@ -89,7 +89,8 @@ class Gateway:
     active: int = 0  # requests in work, probes not counted
     waiting: int = 0  # of these: for an engine
     connections: int = 0  # counted by engine/api/connection.py
-    stopping: bool = False
+    stopping: bool = False  # no new requests
+    aborting: bool = False  # nor more time for those that wait
     started: float = field(default_factory=time.time)
     buffered_bytes: int = 0
     streams: set[Stream] = field(default_factory=set)
