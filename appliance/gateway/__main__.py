@@ -36,7 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="default /etc/appliance/appliance.toml")
     parser.add_argument("--keys", type=Path, help="file of API keys (default: the credential api-keys)")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # set by our own supervisor: listener:channel
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # set by our own supervisor
     return parser.parse_args(argv)
 
 

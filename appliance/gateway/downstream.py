@@ -6,15 +6,15 @@ and the end; in between nothing else writes to this connection.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, cast
-
-from aiohttp import web
 
 from engine.api.connection import Connection
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
 
+    from appliance.gateway.service import Gateway
     from appliance.gateway.upstream import Exchange
 
 HOP_BY_HOP = frozenset({
@@ -39,6 +39,19 @@ class ClientConnection(Connection):
         super().__init__(*args, **kwargs)
         self.exchange: Exchange | None = None
         self._full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._publish()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._publish()
+
+    def _publish(self) -> None:
+        gateway = cast("Gateway", self._service)
+        if gateway.engines.load is not None:
+            gateway.engines.load.set_connections(gateway.connections)
 
     def follow(self, exchange: Exchange | None) -> None:
         """From now on `exchange` is read as fast as the client reads; None: nothing is."""
@@ -67,8 +80,8 @@ class ClientConnection(Connection):
 class Pipe:
     """Writes pieces of a response's body that has begun."""
 
-    def __init__(self, request: web.BaseRequest, writer: AbstractStreamWriter) -> None:
-        self.connection = cast(ClientConnection, request.protocol)
+    def __init__(self, connection: ClientConnection, writer: AbstractStreamWriter) -> None:
+        self.connection = connection
         self._chunked = bool(cast(Any, writer).chunked)
 
     def write(self, data: bytes) -> None:

@@ -8,16 +8,18 @@ changes nothing: unknown never drains a GPU.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Connection, Pool, UpstreamError
 from appliance.log import ApplianceError
 from appliance.paths import RELEASE_NAME, Paths
@@ -64,13 +66,32 @@ class LauncherState(msgspec.Struct, kw_only=True, frozen=True):
 class Engine:
     """One engine process that has been admitted: its connections and what we know of it."""
 
-    def __init__(self, gpu: int, entry: EngineEntry) -> None:
+    def __init__(self, gpu: int, entry: EngineEntry, load: Load | None = None) -> None:
+        self.load = load
         self.gpu, self.release, self.pid = gpu, entry.release, entry.pid
         self.pool = Pool(entry.socket)
         self.in_flight = 0
         self.reachable: bool | None = None  # None: not known yet
         self.rests_until = 0.0  # loop time
         self.gone = False  # its launcher admits it no more (or runs another process in its place)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request of ours is there."""
+        self.in_flight += 1
+        if self.load is not None:
+            self.load.add(self.gpu, 1)
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.load is not None:
+                self.load.add(self.gpu, -1)
+
+    @property
+    def pressure(self) -> int:
+        """Requests in flight there, from all workers of this gateway."""
+        return self.in_flight if self.load is None else self.load.of(self.gpu)
 
     def usable(self, now: float) -> bool:
         return not self.gone and self.reachable is not False and self.rests_until <= now
@@ -84,6 +105,7 @@ class Engines:
         self.launchers: dict[int, LauncherState] = {}
         self.release: str | None = None  # the pointer's
         self.draining: str | None = None  # reason of a host drain
+        self.load: Load | None = None  # shared with other workers, where there are any
         self._paths = paths
         self._before: list[str] = []  # releases of the pointer before this one, newest first
         self._engines: dict[tuple[int, str, str, int | None], Engine] = {}
@@ -135,9 +157,11 @@ class Engines:
         name = self.serving() if release is None else release
         now = asyncio.get_running_loop().time()
         usable = [e for e in self._engines.values() if e.release == name and e.usable(now) and e not in avoid]
-        fewest = min((engine.in_flight for engine in usable), default=0)
-        best = [engine for engine in usable if engine.in_flight == fewest]
-        return random.choice(best) if best else None
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        pressure = [engine.pressure for engine in usable]
+        fewest = min(pressure)
+        return random.choice([engine for engine, number in zip(usable, pressure, strict=True) if number == fewest])
 
     def suspect(self, engine: Engine) -> None:
         """It refused a connection or broke one: it gets nothing until its socket answers again."""
@@ -157,7 +181,8 @@ class Engines:
         except TimeoutError:
             pass
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -183,7 +208,7 @@ class Engines:
             self._drain_stamp, changed = stamp, True
             self._read_drain()
         if changed:
-            self._notify()
+            self.notify()
 
     def _poll_pointer(self) -> bool:
         name = read_pointer(self._paths, self.slot)
@@ -240,7 +265,7 @@ class Engines:
             engine.gone = True
             engine.pool.close()
         for key in found.keys() - self._engines.keys():
-            engine = self._engines[key] = Engine(key[0], found[key])
+            engine = self._engines[key] = Engine(key[0], found[key], self.load)
             engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)
             self._begin_probe(engine)
 
@@ -259,7 +284,12 @@ class Engines:
             return
         task = _Probe(self._probe(engine), engine)
         self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+        task.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(logger, logging.ERROR, "probe_failed", repr(error))
 
     async def _probe(self, engine: Engine) -> None:
         """Ask until it answers or is gone. The connection stays: when the engine dies, its end is seen at once."""
@@ -267,12 +297,12 @@ class Engines:
             if await _answers(engine.pool):
                 if engine.reachable is not True:
                     engine.reachable = True
-                    self._notify()
+                    self.notify()
                 return
             if engine.reachable is not False:
                 engine.reachable = False
                 log_event(logger, logging.WARNING, "engine_unreachable", gpu=engine.gpu, release=engine.release)
-                self._notify()
+                self.notify()
             await asyncio.sleep(POLL_SECONDS)
 
 

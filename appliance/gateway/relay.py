@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
-from appliance.gateway.downstream import Pipe, client_headers
+from appliance.gateway.downstream import ClientConnection, Pipe, client_headers
 from appliance.gateway.replay import Replay
 from appliance.gateway.stream import Stream, StreamCut
 from appliance.gateway.upstream import Exchange, Head, UpstreamError
@@ -85,13 +85,18 @@ class Relay:
                     _, reason = self.engines.not_ready() or ("", "its engines answer that they cannot take it")
                     raise self._no_engine("no_engine", f"no engine could take this request: {reason}")
                 await self.engines.changed(left)
+                if gateway.aborting:
+                    raise self.shutting_down()
         finally:
             gateway.waiting -= 1
             self._waited += time.monotonic() - began
         return engine
 
+    def shutting_down(self) -> ApiError:
+        """This process has to go before the answer is complete."""
+        return unavailable("the gateway shut down before this answer was complete", "shutting_down", 1)
+
     def _no_engine(self, code: str, reason: str) -> ApiError:
-        self.gateway.metrics.errors.inc(self.settings.slot, self.engines.release or "", "no_engine")
         return unavailable(reason, code)
 
     def _broken(self, engine: Engine, error: UpstreamError) -> None:
@@ -107,7 +112,6 @@ class Relay:
         if error.kind != "connect":
             self._attempts += 1
             if self._attempts > self.settings.gateway.retries:
-                self.gateway.metrics.errors.inc(self.settings.slot, engine.release, "engine_failed")
                 raise ApiError(502, f"the engine failed {self._attempts} times: {error}", code="engine_failed")
         self._count_retry(engine, error.kind)
 
@@ -131,20 +135,34 @@ class Relay:
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
     async def _attempt(self, engine: Engine) -> web.StreamResponse:
-        engine.in_flight += 1
-        try:
+        with engine.busy():
             exchange, head = await self.open(engine)
             try:
                 self.call.answered_by(engine)
                 if head.status >= 500 or head.status == 429:
                     await self._judge(exchange, head)
-                if (head.get("content-type") or "").startswith("text/event-stream"):
-                    return await self._stream(engine, exchange, head)
-                return await self._whole(exchange, head)
+                if not (head.get("content-type") or "").startswith("text/event-stream"):
+                    return await self._whole(exchange, head)
+                stream = Stream(self.gateway, self.request, self.call, engine.release, head, self._headers(head))
+                cut = await self._stream(stream, exchange)
             finally:
                 exchange.close()
-        finally:
-            engine.in_flight -= 1
+        if cut is not None:
+            await Replay(self, stream, engine).run(cut)
+        assert stream.response is not None
+        return stream.response
+
+    async def _stream(self, stream: Stream, exchange: Exchange) -> StreamCut | None:
+        """Pass the stream on; how it was cut, if something of it has been sent."""
+        try:
+            await stream.follow(exchange)
+        except StreamCut as cut:
+            if cut.kind == "shutdown" and stream.response is None:
+                raise self.shutting_down() from None
+            if stream.response is None:
+                raise UpstreamError(cut.kind, str(cut)) from None
+            return cut
+        return None
 
     async def open(self, engine: Engine, *further: tuple[str, str]) -> tuple[Exchange, Head]:
         """Send the request with `further` headers; the head of the answer."""
@@ -223,13 +241,13 @@ class Relay:
         assert writer is not None
         self.call.first_byte()
         await response.write(bytes(begun))
-        pipe = Pipe(self.request, writer)
+        pipe = Pipe(cast(ClientConnection, self.request.protocol), writer)
         pipe.connection.follow(exchange)
         try:
             exchange.attach(pipe.write)
             await exchange.ended
         except UpstreamError as error:
-            self.gateway.metrics.errors.inc(self.settings.slot, self.call.release, "cut")
+            self.call.error_code = "cut"
             log_event(logger, logging.ERROR, "answer_cut", str(error), req_id=self.call.request_id)
             if pipe.connection.transport is not None:
                 pipe.connection.transport.abort()  # a short body is the only way left to say that it is not whole
@@ -246,21 +264,6 @@ class Relay:
 
     def _response(self, head: Head, body: bytes) -> web.Response:
         self.call.first_byte()
+        if head.status >= 400:
+            self.call.error_code = (head.get("x-appliance-error") or "").partition(" ")[0] or None
         return web.Response(status=head.status, headers=self._headers(head), body=body)
-
-    # ---- streams ---------------------------------------------------------------------------------------------------
-
-    async def _stream(self, engine: Engine, exchange: Exchange, head: Head) -> web.StreamResponse:
-        stream = Stream(self.gateway, self.request, self.call, engine.release, head, self._headers(head))
-        self.gateway.streams.add(stream)
-        try:
-            await stream.follow(exchange)
-        except StreamCut as cut:
-            if stream.response is None:
-                raise UpstreamError(cut.kind, str(cut)) from None
-            exchange.close()
-            await Replay(self, stream, engine).run(cut)
-        finally:
-            self.gateway.streams.discard(stream)
-        assert stream.response is not None
-        return stream.response

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.gateway.stream import StreamCut
 from appliance.gateway.upstream import UpstreamError
-from engine.api.errors import ApiError, unavailable
+from engine.api.errors import ApiError
 from engine.log import log_event
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class Replay:
             outcome = "done"
         except GaveUp as gave_up:
             outcome = gave_up.outcome
-            metrics.errors.inc(self._settings.slot, self._release, "stream")
             log_event(
                 logger, logging.ERROR, "stream_failed", str(gave_up), req_id=self._call.request_id, outcome=outcome,
                 release=self._release,
@@ -66,13 +65,11 @@ class Replay:
                 self._note(cut)
                 self._deadline = self._loop.time() + self._settings.gateway.replay_timeout
             engine = await self._next_engine()
-            engine.in_flight += 1
             try:
-                cut = await self._attempt(engine)
+                with engine.busy():
+                    cut = await self._attempt(engine)
             except StreamCut as again:
                 cut = again
-            finally:
-                engine.in_flight -= 1
             if self._whole:
                 return
 
@@ -88,9 +85,7 @@ class Replay:
         else:
             self._engines.rest(engine)
         if cut.kind == "shutdown":
-            raise GaveUp(
-                "failed", unavailable("the gateway shut down before this answer was complete", "shutting_down", 1)
-            )
+            raise GaveUp("failed", self._relay.shutting_down())
         if not stream.resumable:
             raise self._give_up("failed", f"the engine failed in the middle of this stream: {cut}")
         self._call.replays += 1
@@ -108,6 +103,8 @@ class Replay:
                 seconds = self._settings.gateway.replay_timeout
                 raise self._give_up("timeout", f"no engine of {self._release} could go on within {seconds:g} s")
             await self._engines.changed(left)
+            if self._relay.gateway.aborting:
+                raise GaveUp("failed", self._relay.shutting_down())
         return engine
 
     async def _attempt(self, engine: Engine) -> StreamCut | None:

@@ -27,6 +27,7 @@ from appliance.gateway.engines import Engines
 from appliance.gateway.metrics import GatewayMetrics
 from appliance.gateway.service import Gateway
 from appliance.gateway.settings import Access, Refused, Settings
+from appliance.gateway.sharing import Acceptor
 from appliance.log import ApplianceError, BusyError
 from engine.api.config import tls_context
 from engine.api.connection import check_library
@@ -73,9 +74,9 @@ def unix_socket(path: Path) -> socket.socket:
                 raise BusyError(f"another gateway serves {path}", hint="stop it first")
         path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     old = os.umask(0o777 & ~_SOCKET_MODE)
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         sock.bind(os.fspath(path))
         sock.listen(BACKLOG)
     except OSError as error:
@@ -161,12 +162,7 @@ class Worker:
         polling = loop.create_task(gateway.engines.run())
         server = web.Server(gateway.handle, handler_cancellation=True, access_log=None)
         with self._signals() if handle_signals else contextlib.nullcontext():
-            accepting = await loop.create_server(
-                lambda: self._connection(server),
-                sock=listener,
-                ssl=self._tls,
-                ssl_handshake_timeout=self.settings.api.timeouts.header if self._tls is not None else None,
-            )
+            accepting = await self._accept(server, listener)
             try:
                 ready()
                 stopping = loop.create_task(self.stop.wait())
@@ -182,6 +178,17 @@ class Worker:
                 polling.cancel()
                 gateway.engines.close()
         return 0
+
+    async def _accept(self, server: web.Server, listener: socket.socket) -> asyncio.Server | Acceptor:
+        handshake = self.settings.api.timeouts.header
+        if (load := self.gateway.engines.load) is not None:  # the listener is shared
+            return Acceptor(listener, lambda: self._connection(server), self._tls, handshake, load)
+        return await asyncio.get_running_loop().create_server(
+            lambda: self._connection(server),
+            sock=listener,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake if self._tls is not None else None,
+        )
 
     def _connection(self, server: web.Server) -> ClientConnection:
         timeouts = self.settings.api.timeouts
@@ -203,10 +210,12 @@ class Worker:
         log_event(logger, logging.WARNING, "draining", in_flight=gateway.active)
         if not await self._idle(timeouts.drain, self.hurry):
             await self._idle(timeouts.fast_drain if self.hurry.is_set() else 0.0, None)
+        gateway.aborting = True
+        gateway.engines.notify()  # whoever waits for one
         left = list(gateway.streams)
         for stream in left:
             stream.shut_down()
-        await self._idle(_FLUSH_SECONDS if left else 0.0, None)
+        await self._idle(_FLUSH_SECONDS if left or gateway.waiting else 0.2, None)
         log_event(logger, logging.WARNING, "drained", ended=len(left), cut=gateway.active)
 
     async def _idle(self, seconds: float, hurry: asyncio.Event | None) -> bool:

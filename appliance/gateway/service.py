@@ -89,7 +89,8 @@ class Gateway:
     active: int = 0  # requests in work, probes not counted
     waiting: int = 0  # of these: for an engine
     connections: int = 0  # counted by engine/api/connection.py
-    stopping: bool = False
+    stopping: bool = False  # no new requests
+    aborting: bool = False  # nor more time for those that wait
     started: float = field(default_factory=time.time)
     buffered_bytes: int = 0
     streams: set[Stream] = field(default_factory=set)
@@ -137,13 +138,15 @@ class Gateway:
             call.error_code = error.code
             response = error.response()
         except (asyncio.CancelledError, ConnectionError):
-            self.metrics.disconnects.inc(self.settings.slot, call.release)
+            if call.error_code == "cut":
+                self.metrics.errors.inc(self.settings.slot, call.release, "cut")
+            else:
+                self.metrics.disconnects.inc(self.settings.slot, call.release)
             self._account(request, call, target, 499)
             raise
         except Exception as error:
             log_event(logger, logging.ERROR, "unhandled", str(error), req_id=call.request_id, exc_info=True)
             call.error_code = "internal_error"
-            self.metrics.errors.inc(self.settings.slot, call.release, "internal")
             response = ApiError(500, "internal error; the log has it under this id", code="internal_error").response()
         finally:
             self.active -= not target.probe
@@ -197,11 +200,8 @@ class Gateway:
             return
         if call.release:
             self.metrics.latency.observe(seconds, slot, call.release, call.route)
-            if status >= 500:
-                self.metrics.errors.inc(slot, call.release, "deadline" if status == 504 else "engine")
-            elif status == 200 and call.error_code is not None and not call.replays:
-                kind = "deadline" if call.error_code == "deadline_exceeded" else "stream"
-                self.metrics.errors.inc(slot, call.release, kind)
+        if (kind := _error_class(status, call.error_code)) is not None:
+            self.metrics.errors.inc(slot, call.release or self.engines.release or "", kind)
         log_event(
             logger,
             logging.INFO if status < 500 else logging.WARNING,
@@ -239,6 +239,20 @@ class Gateway:
         if self.engines.draining is not None:
             return "draining", f"this host is drained: {self.engines.draining}"
         return self.engines.not_ready()
+
+
+def _error_class(status: int, code: str | None) -> str | None:
+    """What a client sees as the server's fault (design.md: 5xx, a stream ended by the server, a deadline); None: 4xx,
+    and answers that are whole."""
+    if status == 504 or (status == 200 and code == "deadline_exceeded"):
+        return "deadline"
+    if status == 200:
+        return "stream" if code is not None else None
+    if status < 500:
+        return None
+    own = {"no_engine": "no_engine", "no_release": "no_engine", "queue_full": "no_engine"}
+    own |= {"shutting_down": "shutting_down", "engine_failed": "engine_failed", "internal_error": "internal"}
+    return own.get(code or "", "engine")
 
 
 def _foreign(host: str) -> bool:

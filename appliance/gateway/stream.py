@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from aiohttp import web
 
-from appliance.gateway.downstream import Pipe
+from appliance.gateway.downstream import ClientConnection, Pipe
 from appliance.gateway.sse import EventError, Events, resume_value
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Stream:
         self.response: web.StreamResponse | None = None  # None: nothing has been sent
         self._gateway, self._request, self._call = gateway, request, call
         self._headers = headers
+        self._connection = cast(ClientConnection, request.protocol)
         self._seed, self._created = head.get("x-appliance-seed"), head.get("x-appliance-created")
         self._ids: dict[bytes, bytes] = {}
         self._events = Events(self._ids)
@@ -60,21 +61,19 @@ class Stream:
         self._events = Events(self._ids)
         self._wake.clear()
         exchange.ended.add_done_callback(lambda _: self._wake.set())
-        connection = self._pipe.connection if self._pipe is not None else None
+        self._gateway.streams.add(self)
+        self._connection.follow(exchange)
         try:
-            if connection is not None:
-                connection.follow(exchange)
             exchange.attach(self._receive)
             while True:
                 await self._woken(exchange)
                 if self.response is None and self._first:
-                    connection = await self._begin()
-                    connection.follow(exchange)
+                    await self._begin()
                 if self._is_whole(exchange):
                     return
         finally:
-            if connection is not None:
-                connection.follow(None)
+            self._connection.follow(None)
+            self._gateway.streams.discard(self)
 
     def shut_down(self) -> None:
         """End it with an error event: the gateway has to go."""
@@ -102,7 +101,7 @@ class Stream:
         if self._events.broken is not None:
             self._wake.set()
 
-    async def _begin(self) -> _Follower:
+    async def _begin(self) -> None:
         """The head of the response and what has come so far."""
         response = web.StreamResponse(status=200, headers=self._headers)
         if self._request.version < (1, 1):
@@ -116,8 +115,7 @@ class Stream:
             self._first.clear()
             await response.write(data)
         self._last_sent = self._loop.time()
-        self._pipe = Pipe(self._request, writer)
-        return self._pipe.connection
+        self._pipe = Pipe(self._connection, writer)
 
     async def _woken(self, exchange: Exchange) -> None:
         silence = self._gateway.settings.silence_timeout
@@ -126,8 +124,7 @@ class Stream:
                 async with asyncio.timeout(silence / 4):
                     await self._wake.wait()
             except TimeoutError:
-                full = self._pipe is not None and self._pipe.connection.full
-                if not full and self._loop.time() - exchange.last_data > silence:
+                if not self._connection.full and self._loop.time() - exchange.last_data > silence:
                     raise StreamCut("silent", f"the engine sent nothing for {silence:g} s") from None
         self._wake.clear()
 
@@ -175,7 +172,7 @@ class Stream:
             self._waiting = None
 
     def _comment(self) -> None:
-        if self._pipe is not None and not self._pipe.connection.full:
+        if self._pipe is not None and not self._connection.full:
             self._pipe.write(b": waiting\n\n")
         self.start_waiting()
 
@@ -187,7 +184,3 @@ class Stream:
         self.response.force_close()
         await self.response.write(event)
         await self.response.write_eof()
-
-
-if TYPE_CHECKING:
-    from appliance.gateway.downstream import ClientConnection as _Follower

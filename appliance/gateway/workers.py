@@ -1,9 +1,10 @@
 """gateway.workers > 1: this process listens, starts as many workers, watches over them and adds up what they count.
 
-A worker is `python -m appliance.gateway --worker LISTENER:CHANNEL`, with the public listener and one end of a socket
-pair inherited. On the channel, one JSON object a line: the worker says {"ready": true}; asked {"ask": N} it answers
-{"answer": N, "metrics": ..., "state": ...}. A worker that ends is started again; one whose loop does not answer for
-STUCK_SECONDS is killed. When this process dies the channel closes and its workers end.
+A worker is `python -m appliance.gateway --worker LISTENER:CHANNEL:LOAD:INDEX`, with the public listener, one end of a
+socket pair and the shared load (sharing.py) inherited. On the channel, one JSON object a line: the worker says
+{"ready": true}; asked {"ask": N} it answers {"answer": N, "metrics": ..., "state": ...}. A worker that ends is started
+again; one whose loop does not answer for STUCK_SECONDS is killed. When this process dies the channel closes and its
+workers end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from appliance.gateway import probes
 from appliance.gateway.metrics import GatewayMetrics, Metric, Snapshot, merge, snapshot
 from appliance.gateway.server import Worker, admin_listeners, public_socket
 from appliance.gateway.settings import Settings
+from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Pool, UpstreamError
 from appliance.notify import Notifier
 from engine.api.errors import unavailable
@@ -53,8 +55,9 @@ async def watch(notifier: Notifier) -> None:
 
 async def run_worker(settings: Settings, inherited: str) -> int:
     """Serve on the inherited listener until SIGTERM or until the supervisor is gone."""
-    listener_fd, channel_fd = (int(part) for part in inherited.split(":"))
+    listener_fd, channel_fd, load_fd, index = (int(part) for part in inherited.split(":"))
     worker = Worker(settings)
+    worker.gateway.engines.load = Load(load_fd, settings.gateway.workers, index)
     worker.gateway.gather = lambda: _ask_supervisor(settings)
     with socket.socket(fileno=listener_fd) as listener:
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=channel_fd), limit=MAX_LINE)
@@ -181,13 +184,14 @@ class Supervisor:
         self._children: list[Child] = []
         self._past: list[Snapshot] = []  # what workers that ended had counted
         self._notifier = Notifier()
+        self._load_fd, self._load = Load.create(settings.gateway.workers)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         gateway = self.gateway
         gateway.engines.poll()
         tasks = [loop.create_task(gateway.engines.run())]
-        keepers = [loop.create_task(self._keep()) for _ in range(self.settings.gateway.workers)]
+        keepers = [loop.create_task(self._keep(index)) for index in range(self.settings.gateway.workers)]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._forward, number)
         try:
@@ -239,28 +243,30 @@ class Supervisor:
                     log_event(logger, logging.ERROR, "worker_stuck", worker_pid=child.process.pid)
                     child.process.kill()
 
-    async def _keep(self) -> None:
+    async def _keep(self, index: int) -> None:
         """One worker after the other in one place, until we stop."""
         while not self._worker.stop.is_set():
-            child = await self._start()
+            child = await self._start(index)
             self._children.append(child)
             await child.listen()
             status = await child.process.wait()
             self._children.remove(child)
+            self._load.clear(index)
             self._past.append({name: value for name, value in child.metrics.items() if name in _COUNTED})
             self._fold_past()
             if not self._worker.stop.is_set():
                 log_event(logger, logging.ERROR, "worker_ended", worker_pid=child.process.pid, status=status)
                 await asyncio.sleep(RESTART_SECONDS)
 
-    async def _start(self) -> Child:
+    async def _start(self, index: int) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             command = [*python_module("appliance.gateway"), *self._argv]
-            command += ["--worker", f"{self._listener.fileno()}:{theirs.fileno()}"]
+            inherited = (self._listener.fileno(), theirs.fileno(), self._load_fd)
+            command += ["--worker", ":".join(map(str, (*inherited, index)))]
             environment = {k: v for k, v in python_env().items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
             process = await asyncio.create_subprocess_exec(
-                *command, env=environment, pass_fds=(self._listener.fileno(), theirs.fileno()), stderr=sys.stderr
+                *command, env=environment, pass_fds=inherited, stderr=sys.stderr
             )
         ours.setblocking(False)
         return Child(process, ours)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 
+import aiohttp
 import pytest
 
 from .world import DONE, STREAM_HEAD, Received, answer, chunk, counting, event, fronted, ok, resumed
@@ -428,3 +429,36 @@ async def test_a_client_that_leaves_while_waiting_for_a_replay_leaves_nothing(ho
             assert gateway.worker.gateway.active == 1
             response.close()
         await gateway.until(lambda: gateway.worker.gateway.active == 0)
+
+
+async def test_requests_that_wait_when_the_gateway_has_to_go_are_told(host, front):
+    engine = await host.engine(script=counting(4, cut_after=2))
+    async with fronted(host, replay_timeout=30, wait_timeout=30, drain_timeout=0.3) as gateway:
+        stream = asyncio.create_task(gateway.stream())
+        await gateway.until(lambda: engine.requests)
+        host.report(state="backoff", admitted=False)
+        await asyncio.sleep(0.25)
+        plain = asyncio.create_task(gateway.post())
+        await gateway.until(lambda: gateway.worker.gateway.waiting)
+        gateway.worker.leave()
+        body = await stream
+        assert json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        status, answer_body = await plain
+        assert (status, answer_body["error"]["code"]) == (503, "shutting_down")
+
+
+async def test_a_large_answer_that_breaks_off_is_a_broken_body_and_not_a_short_one(host, front):
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 20000000\r\n\r\n" + b"x" * 15_000_000
+        )
+        await writer.drain()
+        writer.transport.abort()
+
+    await host.engine(script=script)
+    gateway = await front()
+    with pytest.raises(aiohttp.ClientError):
+        await gateway.post()
+    await gateway.until(lambda: gateway.worker.gateway.active == 0)
+    assert await gateway.metric("appliance_gateway_errors_total", **{"class": "cut"}) == 1
+    assert await gateway.metric("appliance_gateway_disconnects_total") == 0

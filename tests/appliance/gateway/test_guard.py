@@ -463,3 +463,35 @@ async def test_tls_and_a_renewed_certificate(host, front, certificate, tmp_path,
     for _, writer in (old, new):
         writer.close()
     assert not await gateway.raw(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", seconds=1)  # no plain HTTP on this port
+
+
+async def test_a_client_that_floods_its_connection_behind_a_stream_is_cut_off(host, front):
+    """Reading has to be paused then, and a client's end would not be seen: its pages would stay taken."""
+    engine = await host.engine(script=counting(1_000_000, delay=0.005))
+    gateway = await front()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+    await reader.readexactly(50)
+    writer.write(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n" + b"x" * (4 << 20))
+    await asyncio.wait_for(engine.requests[0].gone.wait(), 5)
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("extra", ["Upgrade: websocket\r\nConnection: Upgrade\r\n", "Upgrade: h2c\r\n"])
+async def test_an_upgrade_is_not_followed(host, front, extra):
+    engine = await host.engine()
+    gateway = await front()
+    raw = await gateway.raw(
+        f"POST /infer HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: 2\r\n\r\n{{}}".encode() + SMUGGLED, seconds=1
+    )
+    assert not raw.startswith(b"HTTP/1.1 101")
+    assert all(request.target == "/infer" and request.get("Upgrade") is None for request in engine.requests)
+
+
+@pytest.mark.parametrize("line", ["CONNECT 10.0.0.1:80", "OPTIONS *", "TRACE /infer", "GET http://10.0.0.1/infer"])
+async def test_it_is_no_proxy(host, front, line):
+    engine = await host.engine()
+    gateway = await front()
+    raw = await gateway.raw(f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode(), seconds=1)
+    assert raw.split(b" ")[1] in (b"400", b"404", b"405")
+    assert not engine.requests

@@ -356,26 +356,36 @@ async def test_sighup_takes_over_new_keys(host):
         assert await status("old") == 401
 
 
-async def test_exit_statuses_say_whether_a_restart_helps(host):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        async with started(host, port=taken.getsockname()[1], wait=False) as gateway:
-            assert await asyncio.wait_for(gateway.process.wait(), 15) == 5
-    for bad in ('host = "0.0.0.0"', "workers = 0", "nonsense = 1", "tls = true"):
-        async with started(host, bad, wait=False) as gateway:
-            assert await asyncio.wait_for(gateway.process.wait(), 15) == 4, bad
+async def run_to_end(host, slot: str = "stable") -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *python_module("appliance.gateway"), "--slot", slot, stderr=asyncio.subprocess.PIPE,
+        env=python_env() | {"APPLIANCE_ROOT": str(host.paths.etc.parent.parent)},
+    )  # fmt: skip
+    _, log = await asyncio.wait_for(process.communicate(), 15)
+    return process.returncode, log.decode()
+
+
+async def test_a_taken_port_is_5_and_the_first_gateways_socket_stays_its_own(host):
     async with started(host) as gateway:
-        port = free_port()
-        host.paths.config.write_text(f"[gateway]\nport = {port}\n")
-        second = await asyncio.create_subprocess_exec(
-            *python_module("appliance.gateway"), "--slot", "stable", stderr=asyncio.subprocess.PIPE,
-            env=python_env() | {"APPLIANCE_ROOT": str(host.paths.etc.parent.parent)},
-        )  # fmt: skip
-        _, log = await asyncio.wait_for(second.communicate(), 15)
-        assert second.returncode == 5
-        assert b"another gateway serves" in log
-        assert (await gateway.state())["slot"] == "stable"  # the first one's socket is still its own
+        status, log = await run_to_end(host)
+        assert status == 5 and "has this port" in log
+        host.paths.config.write_text(f"[gateway]\nport = {free_port()}\n")
+        status, log = await run_to_end(host)
+        assert status == 5 and "another gateway serves" in log
+        assert (await gateway.state())["slot"] == "stable"
+
+
+@pytest.mark.parametrize("bad", ['host = "0.0.0.0"', "workers = 0", "nonsense = 1", "tls = true", "port = 8001"])
+def test_what_a_restart_does_not_mend_is_4(tmp_path, bad, monkeypatch):
+    from appliance.gateway import __main__ as module
+
+    monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
+    monkeypatch.setattr(module, "setup_logging", lambda *args, **kwargs: None)
+    config = tmp_path / "appliance.toml"
+    config.write_text(f"[gateway]\n{bad}\n")
+    assert module.main(["--slot", "stable", "--config", str(config)]) == 4
+    config.unlink()
+    assert module.main(["--slot", "stable", "--config", str(config)]) == 4
 
 
 async def test_the_watchdog_is_fed_while_the_loop_turns(host):
@@ -431,6 +441,25 @@ async def test_two_workers_share_the_port_and_their_metrics_add_up(host):
         for pid in workers:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+
+
+async def test_workers_share_the_connections_and_see_each_others_load(host):
+    """Connections are spread evenly, and the least loaded engine is the one with the fewest requests of all workers."""
+    engines = [await host.engine(gpu, script=counting(10_000, delay=0.05)) for gpu in range(2)]
+    async with started(host, "workers = 2", "drain_timeout = 0.1") as gateway:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            responses = [await http.post(gateway.url + "/infer", json={}) for _ in range(20)]
+            assert [len(engine.requests) for engine in engines] == [10, 10]
+            responses += await asyncio.gather(*(http.post(gateway.url + "/infer", json={}) for _ in range(40)))
+            state = await gateway.state()
+            assert state["in_flight"] == 60
+            assert sum(engine["in_flight"] for gpu in state["gpus"] for engine in gpu["engines"]) == 60
+            assert min(worker["in_flight"] for worker in state["workers"]) >= 20
+            for response in responses:
+                response.close()
+            async with asyncio.timeout(5):
+                while (await gateway.state())["in_flight"]:
+                    await asyncio.sleep(0.05)
 
 
 async def test_workers_end_with_their_supervisor(host):

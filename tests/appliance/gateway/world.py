@@ -140,16 +140,21 @@ class FakeEngine:
                 self.requests.append(request)
                 work = asyncio.ensure_future(self.script(request, writer))
                 watch = asyncio.ensure_future(_gone(reader, writer))
-                await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-                watch.cancel()
-                work.cancel()
+                try:
+                    await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    watch.cancel()
+                    work.cancel()
                 try:
                     await work
                 except (asyncio.CancelledError, ConnectionError):
                     request.gone.set()
+                except RuntimeError as error:  # uvloop's word for a write after the end
+                    assert "closed" in str(error)
+                    request.gone.set()
                 if writer.is_closing() or request.gone.is_set():
                     return
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self._writers.discard(writer)
