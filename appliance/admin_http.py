@@ -52,9 +52,13 @@ def get_json(path: Path, target: str, *, timeout: float = 2.0, statuses: tuple[i
     if response.status not in statuses:
         raise AdminError(f"{path}{target}: HTTP status {response.status}", hint="see `appliance logs`")
     try:
-        value = json.loads(data) if len(data) <= MAX_BYTES else None
+        value = json.loads(data, parse_constant=_no_constant) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise AdminError(f"{path}{target}: the answer is no JSON object", hint="are both sides of one version?")
     return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -327,7 +327,7 @@ _LAUNCHER_SETS = (
 )  # fmt: skip
 
 
-def _bad_arguments(arguments: list[str]) -> str | None:
+def bad_engine_arguments(arguments: list[str]) -> str | None:
     """An option that has a key of its own would be a second place for one value; some only the launcher may set."""
     for argument in arguments:
         if "\0" in argument:
@@ -345,7 +345,7 @@ def _bad_arguments(arguments: list[str]) -> str | None:
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "gpus.devices": _bad_devices,
-    "engine.arguments": _bad_arguments,
+    "engine.arguments": bad_engine_arguments,
     "engine.memory_max": _bad_size,
     "engine.allowed_cpus": _bad_cpus,
     "gateway.host": _bad_address,

@@ -108,7 +108,7 @@ def read_state(path: Path, *, schema: int) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     try:
-        state = json.loads(data.decode("utf-8"))
+        state = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise StateError(
             f"{path} is not JSON: {error}", hint="move it away; `appliance doctor` says what is lost"
@@ -122,6 +122,10 @@ def read_state(path: Path, *, schema: int) -> dict[str, Any] | None:
             hint="another version wrote it: install that one again, or move the file away",
         )
     return state
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")  # Python's reader takes NaN and Infinity; jq and our own --json would not
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def _holds(holds: Any) -> list[Document]:
 
 def _engine(root: Path, number: int, engine: Document, gateways: list[Document]) -> Document:
     keys = ("release", "model", "engine_version", "state", "admitted", "restarts", "last_exit", "progress", "problem")
-    document = {key: engine.get(key) for key in (*keys, "retry_at", "since", "pid", "scope")}
+    document = {key: engine.get(key) for key in (*keys, "retry_at", "since", "pid", "scope", "unknown_limits")}
     in_flight = [_in_flight(gateway, number, engine.get("release")) for gateway in gateways if gateway["up"]]
     known = [count for count in in_flight if count is not None]
     document["in_flight"] = sum(known) if known and len(known) == len(in_flight) else None

@@ -95,6 +95,8 @@ def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
         yield "  ".join(_engine_words(engine, now))
         if engine["problem"]:
             yield f"  takes no requests: {engine['problem']}"
+        if isinstance(engine["unknown_limits"], list) and engine["unknown_limits"]:
+            yield f"  limits not proven: {', '.join(map(str, engine['unknown_limits']))}"
         if engine["last_exit"]:
             yield f"  last exit: {engine['last_exit']}"
     if gpu["error"]:

@@ -259,3 +259,15 @@ def test_version_names_everything(
     assert found["packages"]["msgspec"]
     assert version_cli.run(argparse.Namespace(json=False), tmp_path / "bare") == 0
     assert "driver     none" in capsys.readouterr().out
+
+
+# -- JSON
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_is_json_in_every_locale(encoding: str) -> None:
+    """File names and arguments that are no UTF-8 come as lone surrogates; stdout may be no UTF-8 at all."""
+    code = "import os; from appliance.log import emit_json; emit_json({'é扇': os.fsdecode(b'\\xff')})"
+    environ = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPO, env=environ, timeout=60)
+    assert json.loads(done.stdout.decode(encoding)) == {"é扇": "\udcff"}, done.stderr

@@ -138,6 +138,7 @@ def test_any_bytes_are_a_state_or_a_state_error(tmp_path_factory: pytest.TempPat
     [
         (b"", "not JSON"),
         (b'{"schema": 1', "not JSON"),
+        (b'{"schema": 1, "since": NaN}', "NaN is no JSON"),
         (b"[1]", "no JSON object"),
         (b"{}", "schema None"),
         (b'{"schema": 2}', "schema 2, this version reads 1"),
