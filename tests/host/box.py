@@ -262,7 +262,7 @@ class Box:
         at once when it has failed and that is not what was waited for."""
         deadline = time.monotonic() + timeout
         while (now := self.show(unit, "ActiveState").get("ActiveState")) != state:
-            if time.monotonic() > deadline or (now == "failed" and self.show(unit, "Job").get("Job", "0") == "0"):
+            if time.monotonic() > deadline or (now == "failed" and self.show(unit, "Job").get("Job") in ("", "0")):
                 status = self.run(["systemctl", "--no-pager", "status", "--", unit], check=False).stdout
                 raise HostError(f"{unit} is {now}, not {state}\n{status}\n{self.journal(unit)}")
             time.sleep(0.05)

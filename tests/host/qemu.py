@@ -59,14 +59,14 @@ def command_line(
     memory until a flush. cache=unsafe would ignore the flushes, and cache=none only adds what protects against a
     crash of this machine."""
     return [
-        PROGRAM, *accelerator(image / "vmlinuz"), "-cpu", "max", "-smp", str(cpus), "-m", str(memory),
+        PROGRAM, *accelerator(image / "vmlinuz"), "-cpu", "max,svm=off", "-smp", str(cpus), "-m", str(memory),
         "-nodefaults", "-display", "none", "-serial", f"file:{directory / 'console'}",
         "-qmp", f"unix:{qmp},server=on,wait=off",
         "-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd"),
         "-append", f"root=/dev/vda rw console=ttyS0 quiet no5lvl {append}".strip(),
         "-drive", f"file={directory / 'disk.qcow2'},if=virtio,format=qcow2,cache=writeback",
         "-netdev", f"user,id=net0,restrict={'off' if internet else 'on'}", "-device", "virtio-net-pci,netdev=net0",
-        "-device", "virtio-rng-pci",
+        "-device", "virtio-rng-pci", "-pidfile", str(directory / "pid"),
     ]  # fmt: skip
 
 
