@@ -99,6 +99,7 @@ def test_the_man_page_is_valid_troff_with_every_option(root: Node, capsys: pytes
         assert " ".join(node.path) in shown
         for argument in node.arguments:
             assert all(flag in shown for flag in argument.flags), (node.path, argument)
+    assert "\\-\\-json" in page  # an option that one can copy: plain hyphens become typographic ones elsewhere
     assert "exit codes: 0 done, 1 failed" in shown and "/etc/appliance/appliance.toml" in shown
     main(["man"])
     assert capsys.readouterr().out == page  # the same bytes each time
