@@ -76,6 +76,9 @@ def version() -> str:
 
 
 def why_no_qemu() -> str | None:
+    """Why this machine cannot have qemu machines, or None."""
+    if platform.machine() != "x86_64":
+        return "the qemu machine is x86_64 only"
     for program, package in (
         (PROGRAM, "qemu-system-x86"), ("qemu-img", "qemu-utils"), ("ssh", "openssh-client"),
         ("mmdebstrap", "mmdebstrap"), ("mkfs.ext4", "e2fsprogs"),

@@ -294,7 +294,9 @@ class Machine:
         user: str = "root",
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """A shell command line. With `check` a status other than 0 raises HostError that shows what it said."""
-        done = self._ssh(user, command, timeout, input)
+        # The shell must outlive its last command, else ssh makes 255 of every death by a signal.
+        done = self._ssh(user, f"{command}\nexit $?", timeout, input)
+        done.args = command
         if done.returncode == 255 and "exited" not in done.stderr and not self.alive():
             raise HostError(f"the machine is not running: {command}")
         if check and done.returncode:
