@@ -19,15 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.backend import (
-    Backend,
-    Failure,
-    LoadProgress,
-    Pending,
-    StepResult,
-    StepWork,
-    create_backend,
-    phase_progress,
-)
+    Backend, Failure, LoadProgress, Pending, StepResult, StepWork, create_backend, phase_progress,
+)  # fmt: skip
 from engine.choice import Choice
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
