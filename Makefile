@@ -9,7 +9,7 @@ export PYTHON
 BIN = .venv/bin
 SETUP = $(if $(filter cuda,$(BACKEND)),setup-gpu kernels,setup)
 
-.PHONY: help demo serve test test-full test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench lock clean
+.PHONY: help demo serve test test-full test-hosts test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,11 +20,14 @@ demo: $(SETUP) ## start the server with a real small model, ask it something, pr
 serve: $(SETUP) ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 MODEL=smollm2 BACKEND=cpu)
 	@exec $(BIN)/appliance serve --model $(MODEL) --backend $(BACKEND) --host $(HOST) --port $(PORT) $(if $(ARGS),-- $(ARGS))
 
-test: setup-dev ## all tests, reduced counts (what CI runs)
+test: setup-dev ## all tests, reduced counts (what CI runs); makes the test hosts where root, and says what is skipped
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 test-full: setup-dev ## the issues' full counts (about half an hour)
 	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 1800
+
+test-hosts: setup-dev ## the tests in the namespace box and the qemu machine (a skip for want of one is a failure)
+	@APPLIANCE_REQUIRE_HOSTS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "box or vm"
 
 test-gpu: setup-gpu kernels ## the tests that need an NVIDIA GPU (a skip for want of one is a failure)
 	@APPLIANCE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu --timeout 1800 tests
@@ -63,5 +66,5 @@ lock: ## write the locked requirements anew (needs uv)
 	@.ci/lock
 
 clean: ## everything that was built or installed here (models stay)
-	rm -rf .venv .venv-bench build kernels/fatbin tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
+	rm -rf .venv .venv-bench build kernels/fatbin kernels/fatbin-racecheck tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
 	find . -name __pycache__ -prune -exec rm -rf {} + ; find engine kernels -name '*.so' -delete

@@ -1,3 +1,5 @@
 """Host control plane and the `appliance` command. Never imports CUDA."""
 
-__version__ = "0.1.0"
+from engine import __version__
+
+__all__ = ["__version__"]

@@ -8,14 +8,16 @@ To add a command, add a line to COMMANDS.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol, cast
 
 from appliance import __version__
+from appliance.arguments import add_common
 from appliance.log import ApplianceError, ExitCode, report_error
 
 
@@ -34,15 +36,39 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("status", "show GPUs, engines, gateways and what is wrong", "appliance.status_cli"),
+    Command("list", "list GPUs and engines, a line each", "appliance.list_cli"),
+    Command("start", "start the appliance, or the launchers of some GPUs", "appliance.service_cli"),
+    Command("stop", "stop the appliance, or the launchers of some GPUs", "appliance.service_cli"),
+    Command("restart", "restart the appliance, or the launchers of some GPUs", "appliance.service_cli"),
+    Command("drain", "take GPUs, or the host, out of service", "appliance.drain_cli"),
+    Command("undrain", "take GPUs, or the host, back into service", "appliance.drain_cli"),
+    Command("gpus", "list GPUs and bind them to slot numbers", "appliance.gpus_cli"),
+    Command("config", "check and show the configuration", "appliance.config_cli"),
+    Command("doctor", "check host and installation, with the fix for what is wrong", "appliance.doctor.command"),
+    Command("logs", "show the journal of the appliance", "appliance.logs_cli"),
+    Command("bug-report", "collect what a maintainer needs into one file", "appliance.bug_report"),
+    Command("version", "show the versions of everything", "appliance.version_cli"),
+    Command("completion", "print a completion script for bash or zsh", "appliance.completion_cli"),
+    Command("man", "print the man page", "appliance.man_cli"),
     Command("demo", "start the server, ask it something, print answers and speed, stop it", "appliance.demo"),
     Command("serve", "serve a model in the foreground", "appliance.serve"),
     Command("model", "fetch, add, list, verify and remove models", "appliance.model_cli"),
+    Command("release", "make releases, put them into service, check what they compute", "appliance.release_cli"),
 )
 
 EPILOG = """\
 exit codes: 0 done, 1 failed, 2 usage, 3 inconclusive or timed out, 4 refused by preflight or policy, 5 busy
 Results go to stdout (text, or JSON with --json), progress and errors to stderr. NO_COLOR is honoured.
 """
+
+
+_OS_HINTS = {
+    errno.EACCES: "run it as root, or as the owner of that file",
+    errno.EPERM: "run it as root, or as the owner of that file",
+    errno.ENOSPC: "the disk is full: free some space (see `df -h`) and run it again",
+    errno.EROFS: "the file system is mounted read-only; after disk errors that is how the kernel protects it (dmesg)",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +89,8 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     as_json, debug = "--json" in arguments, "--debug" in arguments
     _Parser.as_json = as_json
     try:
-        parser, modules = _build_parser(commands, arguments)
+        chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
+        parser, modules = build_parser(commands, chosen)
         args = parser.parse_args(arguments)
         if args.command is None:
             parser.print_help(sys.stderr)
@@ -84,32 +111,31 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
         return _explain(error, as_json)
 
 
-def _build_parser(commands: Sequence[Command], arguments: Sequence[str]) -> tuple[_Parser, dict[str, CommandModule]]:
+def build_parser(
+    commands: Sequence[Command] = COMMANDS, chosen: str | None = None
+) -> tuple[argparse.ArgumentParser, dict[str, CommandModule]]:
+    """The parser, with the options of the command `chosen`; of all of them where it is None (man page, completion)."""
     parser = _Parser(
         prog="appliance",
         description="Turns a bare-metal NVIDIA host into a trustworthy LLM endpoint.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"appliance {__version__}")
-    _add_common(parser, default=False)
+    add_common(parser, default=False)
     common = argparse.ArgumentParser(add_help=False)
-    _add_common(common, default=argparse.SUPPRESS)  # so that the subcommand's default never undoes `appliance --json X`
+    add_common(common)
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     modules: dict[str, CommandModule] = {}
     for command in commands:
-        sub = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.".capitalize())
-        if command.name == chosen:
+        description = f"{command.help[0].upper()}{command.help[1:]}."
+        sub = subparsers.add_parser(command.name, help=command.help, description=description, allow_abbrev=False)
+        if chosen is None or command.name == chosen:
             module = cast(CommandModule, importlib.import_module(command.module))
             modules[command.name] = module
             module.configure(sub, common)
     return parser, modules
-
-
-def _add_common(parser: argparse.ArgumentParser, *, default: Any) -> None:
-    parser.add_argument("--json", action="store_true", default=default, help="print one JSON document to stdout")
-    parser.add_argument("--debug", action="store_true", default=default, help="show a traceback on errors")
 
 
 def _explain(error: Exception, as_json: bool) -> int:
@@ -122,7 +148,9 @@ def _explain(error: Exception, as_json: bool) -> int:
     if isinstance(error, OSError):
         where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
         report_error(
-            f"{error.strerror or error}{where}", hint="run it again with --debug to see where", as_json=as_json
+            f"{error.strerror or error}{where}",
+            hint=_OS_HINTS.get(error.errno or 0, "run it again with --debug to see where"),
+            as_json=as_json,
         )
         return ExitCode.FAILED
     report_error(

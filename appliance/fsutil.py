@@ -183,6 +183,18 @@ def copy_file(source: Path, target: Path, advance: Advance | None = None) -> tup
     return size, digest
 
 
+def can_share(source: Path, directory: Path) -> bool:
+    """Whether a copy of `source` in `directory` would share its extents, and so take no space."""
+    probe = directory / f".share.{os.getpid()}"
+    with open_regular(source) as source_fd:
+        probe_fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            return _reflink(source_fd, probe_fd)
+        finally:
+            os.close(probe_fd)
+            probe.unlink()
+
+
 def _reflink(source_fd: int, target_fd: int) -> bool:
     try:
         fcntl.ioctl(target_fd, _FICLONE, source_fd)

@@ -80,9 +80,14 @@ def die(message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAIL
 
 
 def emit_json(value: Any) -> None:
-    """Prints one JSON document and a newline to stdout."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    """Prints one JSON document and a newline to stdout; escaped where stdout cannot take a character (another encoding,
+    or a file name that is no UTF-8)."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def format_bytes(count: float) -> str:
@@ -140,14 +145,14 @@ class Progress:
             self._line_open = False
 
     def _draw(self, text: str) -> None:
-        width = max(20, _columns() - 1)
+        width = max(20, _columns(self._stream) - 1)
         self._stream.write(f"\r\x1b[K{printable(text)[:width]}")
         self._stream.flush()
         self._line_open = True
 
 
-def _columns() -> int:
+def _columns(stream: IO[str]) -> int:
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return 80

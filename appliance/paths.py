@@ -5,6 +5,7 @@
 | /etc/appliance | the admin and Ansible |
 | /usr/lib/appliance/VERSION | the package: one directory a version, `current` links to one |
 | /var/lib/appliance | survives reboots; each file has one owner, named beside it below |
+| /var/cache/appliance | can be deleted at any time (the driver's JIT cache) |
 | /run/appliance | gone at a reboot |
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 SLOT_NAMES = ("stable", "canary")
 RELEASE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Of a release: it becomes part of a unit name, a socket name and a metrics label."""
+"""Of a release (use fullmatch): it becomes part of a unit name, a socket name and a metrics label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Paths:
     state: Path = Path("/var/lib/appliance")
     run: Path = Path("/run/appliance")
     models: Path = Path("/srv/appliance/models")
+    cache: Path = Path("/var/cache/appliance")
 
     @classmethod
     def under(cls, root: Path) -> Paths:

@@ -6,18 +6,23 @@ plan n runs, so that the device never waits for the host. Results never depend o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from engine.messages import LoadPhase
 
+if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core_config import CoreConfig
     from engine.jobs import Job
     from engine.plan import StepPlan
     from engine.sampler import SampleState
-    from engine.types import Float32Array, SampleResult, StepBatch, TokenLogprob
+    from engine.types import DeviceId, Float32Array, SampleResult, StepBatch, TokenLogprob
+
+
+LoadProgress = Callable[[LoadPhase, int, int], None]
+"""(phase, done, total) of a load, called in the loading thread; see messages.Loading."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +75,7 @@ class Backend(Protocol):
     """
 
     name: str
+    device_id: DeviceId
     num_pages: int
     max_batch_tokens: int
     max_model_len: int
@@ -98,8 +104,9 @@ class Backend(Protocol):
         """Run a batch as forward() does and name the first (layer or None, op, row) that gave NaN or Inf, or None."""
         ...
 
-    def warm_up(self) -> None:
-        """Whatever makes the first steps as fast as the others (graphs, page faults). Once, before any launch."""
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Whatever makes the first steps as fast as the others (graphs, page faults). Once, before any launch.
+        progress(done, total): batch sizes."""
         ...
 
     def checksum(self) -> Job:
@@ -111,9 +118,12 @@ class Backend(Protocol):
         ...
 
 
-def create_backend(
-    config: CoreConfig, model: ModelConfig, progress: Callable[[int, int], None] | None = None
-) -> Backend:
+def phase_progress(progress: LoadProgress | None, phase: LoadPhase) -> Callable[[int, int], None] | None:
+    """`progress` for one phase."""
+    return None if progress is None else lambda done, total: progress(phase, done, total)
+
+
+def create_backend(config: CoreConfig, model: ModelConfig, progress: LoadProgress | None = None) -> Backend:
     """Load the weights of `config.model_dir` onto the backend it names. Never another one than asked for: a promised
     GPU that is not there is an error. EngineError (mostly ConfigError, CheckpointError) says what to do."""
     if config.backend == "cuda":

@@ -122,6 +122,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.stats: Stats | None = None
         self.last_stats_at = 0.0
+        self.last_step_at: float | None = None  # when a Stats first told of the newest step
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.fatal: Fatal | None = None
@@ -170,6 +171,11 @@ class EngineClient:
                 hint=self.fatal.hint if self.fatal else None,
             )
         return self.ready
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that were handed to engine-core and have not ended, whether it has begun them or not."""
+        return len(self._handles)
 
     @property
     def core_pid(self) -> int | None:
@@ -344,7 +350,10 @@ class EngineClient:
                 if (handle := self._handles.get(message.request_id)) is not None:
                     handle._deliver(message)
             case Stats():
-                self.stats, self.last_stats_at = message, time.monotonic()
+                now = time.monotonic()
+                if message.steps and (self.stats is None or message.steps != self.stats.steps):
+                    self.last_step_at = now
+                self.stats, self.last_stats_at = message, now
             case ControlReply():
                 future = self._controls.get(message.control_id)
                 if future is not None and not future.done():

@@ -22,7 +22,7 @@ from engine.core_config import CoreConfig
 from engine.engine import Engine
 from engine.errors import DeviceLost, EngineError
 from engine.log import log_event, setup_logging
-from engine.messages import Abort, ApiMessage, Control, CoreMessage, Fatal, Generate, Loading
+from engine.messages import Abort, ApiMessage, Control, CoreMessage, Fatal, Generate, Loading, LoadPhase
 from engine.ring import Ring
 
 log = logging.getLogger("appliance.core")
@@ -89,8 +89,8 @@ class CoreProcess:
             time.sleep(0.01)
             self._flush()
 
-    def _report_loading(self, done_bytes: int, total_bytes: int) -> None:
-        self._send([Loading(done_bytes=done_bytes, total_bytes=total_bytes)])
+    def _report_loading(self, phase: LoadPhase, done: int, total: int) -> None:
+        self._send([Loading(phase=phase, done=done, total=total)])
         self._wait(0.0)
 
     def _wait(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backend import Failure, Pending, StepResult, StepWork
+from engine.backend import Failure, LoadProgress, Pending, StepResult, StepWork, phase_progress
 from engine.batch import build_batch
 from engine.core_config import CoreConfig, context_length, plan_kv_pages, usable_cpus
 from engine.errors import ConfigError, NumericError
@@ -21,7 +21,7 @@ from engine.log import log_event
 from engine.probe import arena_checksum_job
 from engine.runner import MAX_THREADS, ModelRunner, kv_bytes_per_page
 from engine.sampler import sample, token_logprobs
-from engine.types import PAGE_TOKENS
+from engine.types import PAGE_TOKENS, DeviceId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +47,7 @@ class CpuBackend:
     """`Backend` on the CPU; arguments as ModelRunner's."""
 
     name = "cpu"
+    device_id = DeviceId("cpu", "CPU", "cpu")
 
     def __init__(
         self,
@@ -73,12 +74,16 @@ class CpuBackend:
         )
 
     @classmethod
-    def load(
-        cls, config: CoreConfig, model: ModelConfig, progress: Callable[[int, int], None] | None = None
-    ) -> CpuBackend:
+    def load(cls, config: CoreConfig, model: ModelConfig, progress: LoadProgress | None = None) -> CpuBackend:
         """`config` with its defaults filled in. ConfigError when the pool does not fit into the memory that is free."""
         assert config.max_batch_tokens is not None and config.plans_in_flight is not None
-        weights = load_weights(Path(config.model_dir), model, dtype=config.dtype, progress=progress)
+        weights = load_weights(
+            Path(config.model_dir),
+            model,
+            dtype=config.dtype,
+            progress=phase_progress(progress, "weights"),
+            checksum_progress=phase_progress(progress, "checksum"),
+        )
         for note in weights.notes:
             log_event(log, logging.WARNING, "checkpoint_note", note)
         asked = context_length(config, model.max_position)
@@ -155,7 +160,7 @@ class CpuBackend:
     def find_nonfinite(self, batch: StepBatch) -> tuple[int | None, str, int] | None:
         return self.runner.find_nonfinite(batch)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing: the engine's first look at the model (Engine.warm_up) touches all there is."""
 
     def checksum(self) -> Job:

@@ -18,7 +18,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.backend import Backend, Failure, Pending, StepResult, StepWork, create_backend
+from engine.backend import (
+    Backend,
+    Failure,
+    LoadProgress,
+    Pending,
+    StepResult,
+    StepWork,
+    create_backend,
+    phase_progress,
+)
 from engine.choice import Choice
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
@@ -75,6 +84,7 @@ class Engine:
             weights_checksum=backend.weights_checksum,
             load_seconds=load_seconds,
             backend=backend.name,
+            device=backend.device_id,
         )
         self._choices: dict[int, Choice] = {}  # by sequence id
         self._by_request: dict[str, dict[int, int]] = {}  # request id -> choice index -> sequence id
@@ -90,7 +100,7 @@ class Engine:
         self._probe = Probe(backend, self.kv_cache, PAGE_TOKENS)  # short pieces: the streams wait for each
 
     @classmethod
-    def load(cls, config: CoreConfig, *, progress: Callable[[int, int], None] | None = None) -> Engine:
+    def load(cls, config: CoreConfig, *, progress: LoadProgress | None = None) -> Engine:
         """Read the model directory and make everything ready for the first step. Any EngineError is final."""
         config = with_defaults(config)
         started = time.monotonic()
@@ -103,15 +113,15 @@ class Engine:
         )  # fmt: skip
         try:
             engine = cls(config, model, backend, load_seconds=load_seconds)
-            engine.warm_up()
+            engine.warm_up(phase_progress(progress, "warm-up"))
         except BaseException:
             backend.close()
             raise
         return engine
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compute something before anybody is told that we are ready. ConfigError when the model answers NaN."""
-        self.backend.warm_up()
+        self.backend.warm_up(progress)
         limits = self.scheduler.config
         prompt_ids = [0] * min(self.max_model_len, limits.prefill_chunk + 1)
         started = time.monotonic()

@@ -121,12 +121,14 @@ def load_weights(
     *,
     dtype: DType = "auto",
     progress: Callable[[int, int], None] | None = None,
+    checksum_progress: Callable[[int, int], None] | None = None,
     num_threads: int | None = None,
 ) -> Weights:
     """Load a model directory into host memory.
 
     dtype: of the matrices; "auto" is float32 if the checkpoint holds a float32 or float16 matrix, else bfloat16.
-    progress(done, total): bytes read, called in the calling thread. num_threads: at most 8, the CPUs allowed here.
+    progress(done, total): bytes read, called in the calling thread; checksum_progress: bytes hashed, after that.
+    num_threads: at most 8, the CPUs allowed here.
     Raises CheckpointError naming file and tensor, ConfigError if the memory is not there.
     """
     with Checkpoint.open(path) as checkpoint:
@@ -137,7 +139,7 @@ def load_weights(
         notes = plan.notes + tied_head_notes(checkpoint, config)
         for file in checkpoint.files:
             file.check_unchanged()
-    checksum = arena_checksum(arena.buffer, num_threads=threads)
+    checksum = arena_checksum(arena.buffer, num_threads=threads, progress=checksum_progress)
     tensors = arena_views(plan, arena.buffer)
     if config.tie_embeddings:
         tensors["lm_head"] = tensors["embed"]
@@ -244,15 +246,22 @@ def arena_views(plan: LoadPlan, buffer: memoryview) -> dict[str, np.ndarray[Any,
     return views
 
 
-def arena_checksum(buffer: memoryview, *, num_threads: int = 1) -> str:
+def arena_checksum(
+    buffer: memoryview, *, num_threads: int = 1, progress: Callable[[int, int], None] | None = None
+) -> str:
     """SHA-256 (hex) of the SHA-256 digests of the arena's blocks of HASH_BLOCK_BYTES, in order.
 
     Two levels because plain SHA-256 is sequential: 15 GB would take 10 s on one core, longer than the load itself.
     The result does not depend on num_threads.
     """
 
+    digests = []
     with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as pool:
-        return combine_digests(pool.map(lambda start: block_digest(buffer, start), block_starts(buffer)))
+        for digest in pool.map(lambda start: block_digest(buffer, start), block_starts(buffer)):
+            digests.append(digest)
+            if progress is not None:
+                progress(min(len(digests) * HASH_BLOCK_BYTES, len(buffer)), len(buffer))
+    return combine_digests(digests)
 
 
 def block_starts(buffer: memoryview) -> range:

@@ -5,11 +5,11 @@ Times are CLOCK_MONOTONIC seconds, which both processes share.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from engine.types import FinishReason, SamplingParams, TokenLogprob
+from engine.types import DeviceId, FinishReason, SamplingParams, TokenLogprob
 
 
 class _Message(msgspec.Struct, kw_only=True, tag_field="t", omit_defaults=True):
@@ -59,10 +59,15 @@ ApiMessage = Generate | Abort | Control
 # ---- core -> api ----------------------------------------------------------------------------------------------------
 
 
+LoadPhase = Literal["weights", "checksum", "warm-up"]  # in this order
+
+
 class Loading(_Message, tag="loading"):
-    done_bytes: int
-    total_bytes: int
-    phase: str = "weights"
+    """How far engine-core has come, at least ten times a second while something moves."""
+
+    phase: LoadPhase
+    done: int  # weights, checksum: bytes; warm-up: batch sizes tried
+    total: int
 
 
 class Ready(_Message, tag="ready"):
@@ -73,6 +78,7 @@ class Ready(_Message, tag="ready"):
     weights_checksum: str
     load_seconds: float
     backend: str
+    device: DeviceId
 
 
 class Tokens(_Message, tag="tok"):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from engine import __version__
 from engine.api.config import ApiConfig, Timeouts, check_bind
 from engine.api.server import run_server
 from engine.client import EngineClient
@@ -35,6 +36,7 @@ N = TypeVar("N", int, float)
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     count, seconds = _number(int, 1, 2**40), _number(float, 1e-3, 1e6)
     parser = argparse.ArgumentParser(prog="python -m engine", description="Serve one model over HTTP.")
+    parser.add_argument("--version", action="version", version=__version__, help="of the engine")
     parser.add_argument("--model-dir", required=True, type=Path, help="config.json, safetensors, tokenizer.json ...")
     parser.add_argument("--model-name", help="what clients call it (default: the directory's name)")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="never chosen silently")

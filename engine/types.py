@@ -53,6 +53,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
 
+class DeviceId(msgspec.Struct, frozen=True):
+    """Which device computes; answers are compared between devices of one `name`."""
+
+    backend: str  # "cpu" or "cuda"
+    uuid: str  # "GPU-...", as the driver writes it; "CPU"
+    name: str  # "NVIDIA H200"; "cpu": the CPU backend gives the same bits on every CPU of one architecture
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One forward pass: the tokens of several sequences laid end to end. Any mix of prefill chunks and decode tokens.

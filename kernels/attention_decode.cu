@@ -43,11 +43,11 @@ template <int DP, int STAGES> struct Ring {
     __device__ __forceinline__ void init() {
         for (int i = 0; i < STAGES; i++) {
             ptx::mbarrier_init(&full[i], 1);
-            ptx::mbarrier_init(&empty[i], WARPS);
+            ptx::mbarrier_init(&empty[i], WARPS * WARP_ARRIVALS);
             ptx::mbarrier_init(&early[i], 1);
         }
         for (int i = 0; i < PENDING; i++) {
-            ptx::mbarrier_init(&stored[i], WARPS);
+            ptx::mbarrier_init(&stored[i], WARPS * WARP_ARRIVALS);
             ptx::mbarrier_init(&decided[i], 1);
         }
         ptx::mbarrier_fence_init();
@@ -202,8 +202,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
         ptx::mbarrier_wait(&ring.full[stage], parity);
     };
     auto release = [&] {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&ring.empty[stage]);
+        warp_arrive(&ring.empty[stage], lane);
         next_stage();
     };
     for (int index = blockIdx.x; index < total; index += gridDim.x, n++) {
@@ -223,8 +222,7 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
             item_attention<DP, true>(d, blocks, item, exchange, k_page, ptx::shared_address(v_page), q, warp, lane, release, v_ready);
         else
             item_attention<DP, false>(d, blocks, item, exchange, k_page, ptx::shared_address(v_page), q, warp, lane, release, v_ready);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&ring.stored[n % PENDING]);
+        warp_arrive(&ring.stored[n % PENDING], lane);
         q_slot = q_slot + 1 == R::Q_SLOTS ? 0 : q_slot + 1;
         if (n >= DEFERRED) merge_if_last(d, blocks, ring, n - DEFERRED, thread);
     }

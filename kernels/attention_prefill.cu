@@ -111,11 +111,11 @@ template <int DP, int STAGES> struct Ring {
     __device__ __forceinline__ void init() {
         for (int i = 0; i < 2 * STAGES; i++) {
             ptx::mbarrier_init(&full[0][0] + i, 1);
-            ptx::mbarrier_init(&empty[0][0] + i, COMPUTE_WARPS);
+            ptx::mbarrier_init(&empty[0][0] + i, COMPUTE_WARPS * WARP_ARRIVALS);
         }
         for (int i = 0; i < Q_SLOTS; i++) {
             ptx::mbarrier_init(&q_full[i], Q_THREADS);
-            ptx::mbarrier_init(&q_empty[i], COMPUTE_WARPS);
+            ptx::mbarrier_init(&q_empty[i], COMPUTE_WARPS * WARP_ARRIVALS);
         }
         ptx::mbarrier_fence_init();
     }
@@ -125,10 +125,7 @@ template <int DP, int STAGES> struct Ring {
     __device__ __forceinline__ void wait(int value, int n) { ptx::mbarrier_wait(&full[value][n % STAGES], n / STAGES % 2); }
     __device__ __forceinline__ void wait_empty(int value, int n) { ptx::mbarrier_wait(&empty[value][n % STAGES], n / STAGES % 2 ^ 1); }
     // After the last read of a buffer, by each warp.
-    __device__ __forceinline__ void release(int value, int n, int lane) {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&empty[value][n % STAGES]);
-    }
+    __device__ __forceinline__ void release(int value, int n, int lane) { warp_arrive(&empty[value][n % STAGES], lane); }
 };
 
 __device__ __forceinline__ int num_items(const Prefill& p, const HeadBlocks& blocks, int parts) { return p.num_tiles * blocks.per_group * p.num_kv_heads * parts; }
@@ -283,8 +280,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void compute_tiles(cons
         uint64_t q = ptx::wgmma_descriptor(ptx::shared_address(R::q_buffer(smem, i)) + warp / 4 * (64 * 128));
         compute_tile<DP, STAGES>(p, blocks, tile, ring, smem, q, pages_before, item % R::PARTS * R::COLUMNS, warp, lane);
         pages_before += tile.pages;
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&ring.q_empty[slot]);
+        warp_arrive(&ring.q_empty[slot], lane);
     }
 }
 

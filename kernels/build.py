@@ -75,6 +75,7 @@ def build(
     jobs: int = 2,
     force: bool = False,
     say: bool = False,
+    flags: tuple[str, ...] = FLAGS,
 ) -> list[Resources]:
     """Compile what changed, write the manifest, delete fatbins no longer named by it. Returns the resources of all.
 
@@ -85,12 +86,12 @@ def build(
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:  # one build of a folder at a time: `make kernels` beside `make test`
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _build(folder, out, compiler, only_arch, names, jobs, force, say)
+        return _build(folder, out, compiler, only_arch, names, jobs, force, say, flags)
 
 
 def _build(
     folder: Path, out: Path, compiler: str, only_arch: str | None, names: tuple[str, ...], jobs: int, force: bool,
-    say: bool,
+    say: bool, flags: tuple[str, ...],
 ) -> list[Resources]:  # fmt: skip
     old, old_resources = _previous(out, compiler)
     entries: dict[str, FileEntry] = {}
@@ -105,7 +106,7 @@ def _build(
             continue
         if not arches:
             continue
-        digest = source_hash(source, arches, FLAGS)
+        digest = source_hash(source, arches, flags)
         found = old.get(name)
         if (
             not force
@@ -117,11 +118,11 @@ def _build(
             continue
         waiting.append((name, source, FileEntry(f"{name}-{digest[:16]}.fatbin", "", digest, path, arches, ())))
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        built = pool.map(lambda item: _compile(item[1], out, item[2], say), waiting)
+        built = pool.map(lambda item: _compile(item[1], out, item[2], say, flags), waiting)
         for (name, _source, _entry), (entry, used) in zip(waiting, built, strict=True):
             entries[name], resources[name] = entry, used
     entries = dict(sorted(entries.items()))
-    write_manifest(out, Manifest(compiler, entries), FLAGS)
+    write_manifest(out, Manifest(compiler, entries), flags)
     _write_resources(out, resources)
     wanted = {entry.fatbin for entry in entries.values()}
     for stale in out.glob("*.fatbin"):
@@ -169,10 +170,12 @@ def _write_resources(out: Path, resources: dict[str, list[Resources]]) -> None:
     (out / "resources.json").write_text(json.dumps(raw) + "\n")
 
 
-def _compile(source: Path, out: Path, entry: FileEntry, say: bool) -> tuple[FileEntry, list[Resources]]:
+def _compile(
+    source: Path, out: Path, entry: FileEntry, say: bool, flags: tuple[str, ...]
+) -> tuple[FileEntry, list[Resources]]:
     target = out / entry.fatbin
     temporary = target.with_suffix(".tmp")
-    command = [find_nvcc(), *FLAGS, "-Xptxas", "-v", "-I", str(KERNELS_DIR), *_targets(entry.arches)]
+    command = [find_nvcc(), *flags, "-Xptxas", "-v", "-I", str(KERNELS_DIR), *_targets(entry.arches)]
     command += ["-fatbin", "-o", str(temporary), str(source)]
     if say:
         print(f"kernels: compiling {source.name} for {', '.join(entry.arches)}", file=sys.stderr, flush=True)

@@ -97,6 +97,21 @@ __device__ __forceinline__ void begin_kernel(const Common& common) {
     stamp_kernel(common);
 }
 
+// A warp's arrival at a barrier, after what all its lanes did; the barrier is to be told to expect WARP_ARRIVALS of a warp.
+// racecheck does not see that __syncwarp puts the other lanes' reads before lane 0's arrival, and calls every buffer that is
+// filled again a race (kernels/LOG.md). So in the kernels that tests/gpu/sanitize.py compiles for it every lane arrives.
+#ifdef APPLIANCE_RACECHECK
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+#if HAS_SM90
+__device__ __forceinline__ void warp_arrive(uint64_t* bar, int lane) {
+    __syncwarp();
+    if (WARP_ARRIVALS == 32 || lane == 0) ptx::mbarrier_arrive(bar);
+}
+#endif
+
 // ---- layouts ---------------------------------------------------------------------------------------------------------
 
 // A weight matrix W (N, K) bf16 lives in the arena as tiles of 16 rows x 64 columns, 2 KB each, tile (n/16, k/64) at

@@ -66,7 +66,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
     begin_kernel(common);
     if (threadIdx.x < stages) {
         ptx::mbarrier_init(full + threadIdx.x, 2);
-        ptx::mbarrier_init(empty + threadIdx.x, teams * SPLIT);
+        ptx::mbarrier_init(empty + threadIdx.x, teams * SPLIT * WARP_ARRIVALS);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
@@ -121,8 +121,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
             if (team >= run.pass_count(pass)) {
                 for (int piece = 0; piece < pieces; piece++) {
                     ptx::mbarrier_wait(full + at.slot, at.parity);
-                    __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(empty + at.slot);
+                    warp_arrive(empty + at.slot, lane);
                     at.advance(1, stages);
                 }
                 continue;
@@ -152,8 +151,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                     operands[0].load_x(x_lane + at.slot * stage_bytes);
                 }
                 operands[(TILES - 1) & 1].multiply(acc);
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(leave);
+                warp_arrive(leave, lane);
             }
             if (rest > 0) {
                 if (whole > 0) ptx::mbarrier_wait(full + at.slot, at.parity);
@@ -162,8 +160,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                     operands[0].load_x(x_lane + at.slot * stage_bytes + t * X_BOX);
                     operands[0].multiply(acc);
                 }
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(empty + at.slot);
+                warp_arrive(empty + at.slot, lane);
                 at.advance(1, stages);
             }
             if (EPILOGUE == ADD && WARP_GROUPS > 2) load_residual(residual, (const float*)out, place, M, N, ld_out);

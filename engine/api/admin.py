@@ -72,4 +72,7 @@ async def _control(request: web.Request, op: str, **args: Any) -> web.Response:
         raise bad_request(exc.message, "args") from exc
     except EngineError as exc:
         raise from_engine(exc) from exc
-    return json_response({"op": op, "result": result})
+    ready = service.client.ready
+    device = ready.device if ready is not None else None
+    version = service.config.version
+    return json_response({"op": op, "device": device, "engine_version": version, "result": result})

@@ -41,6 +41,7 @@ class Choice:
         "_plan",
         "_step_by_step",
         "_text",
+        "cached_tokens",
         "finish_reason",
         "index",
         "kept",
@@ -56,6 +57,7 @@ class Choice:
         a request share its tables and not its state."""
         self.index = index
         self.num_tokens = 0
+        self.cached_tokens: int | None = None  # of its prompt, once the engine has said it
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.last_token_at = 0.0  # CLOCK_MONOTONIC seconds

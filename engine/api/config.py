@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from engine import __version__
 from engine.errors import ConfigError
 
 
@@ -64,7 +65,7 @@ class ApiConfig:
     max_model_len: int  # used until engine-core says its own (Ready)
     eos_token_ids: tuple[int, ...] = ()
     created: int = 0  # unix seconds, shown by /v1/models
-    version: str = "0.1.0"
+    version: str = __version__
     default_max_tokens: int = 1024  # chat, /infer and /generate without max_tokens (cut to the context that is left)
     completions_max_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI's
     auth: Literal["auto", "keys", "none"] = "auto"

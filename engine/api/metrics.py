@@ -73,6 +73,7 @@ class Metrics:
         self.stream_errors = Counter(
             "appliance_stream_errors", "Streams that we ended with an error", registry=registry
         )
+        self.resumes = Counter("appliance_stream_resumes", "Streams that a gateway asked to resume", registry=registry)
         self.registry.register(_EngineCollector(client))
 
     def render(self) -> bytes:

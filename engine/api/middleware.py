@@ -16,6 +16,7 @@ from aiohttp import web
 
 from engine.api.auth import bearer
 from engine.api.errors import SERVER, ApiError, bad_request, from_engine
+from engine.api.relay import ERROR_HEADER, RELAY_HEADER, error_words, parse_headers
 from engine.api.routes import ROUTES, Access, Route
 from engine.api.service import CONTEXT, SERVICE, Context
 from engine.errors import EngineError
@@ -57,6 +58,7 @@ async def _answer(service: Service, request: web.Request, handler: Handler, vali
             raise bad_request(f"`{ID_HEADER}` must be 1 to 128 of A-Z a-z 0-9 . _ : / + = @ -", ID_HEADER)
         _check_host(service, request)
         authorize(service, request)
+        _take_relay_headers(request)
         response = await handler(request)
     except ApiError as exc:
         response = _refused(request, exc)
@@ -82,7 +84,17 @@ async def _answer(service: Service, request: web.Request, handler: Handler, vali
 def _refused(request: web.Request, error: ApiError) -> web.Response:
     context = request[CONTEXT]
     context.error_code, context.error_param = error.code, error.param
-    return error.response()
+    response = error.response()
+    if request.headers.get(RELAY_HEADER) == "1" and _is_unix(request):
+        response.headers[ERROR_HEADER] = error_words(error)
+    return response
+
+
+def _take_relay_headers(request: web.Request) -> None:
+    context, headers = request[CONTEXT], request.headers
+    context.relay = parse_headers(headers, trusted=_is_unix(request), has_request_id=ID_HEADER in headers)
+    if context.relay.tenant is not None:
+        context.key_label = context.relay.tenant
 
 
 async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
@@ -189,6 +201,7 @@ def _account(service: Service, request: web.Request, status: int) -> None:
         status=status,
         seconds=round(seconds, 6),
         key=context.key_label,
+        resumed=True if context.relay.resume is not None else None,
         prompt_tokens=run.prompt_tokens if run else None,
         completion_tokens=run.completion_tokens if run else None,
         seed=run.plan.params.seed if run else None,

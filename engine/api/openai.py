@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ from aiohttp import web
 
 from engine.api import render
 from engine.api.body import read_json
+from engine.api.choice import Delta
 from engine.api.errors import bad_request
 from engine.api.offsets import added_tokens
 from engine.api.prompts import as_messages, decode, encode, encode_chat, split_prompts
+from engine.api.relay import CREATED_HEADER, SEED_HEADER, Bounds, Progress, bad_resume, check_resume
 from engine.api.run import Prompt, Run
 from engine.api.sampling import check_model, check_openai, fit, make_plan
 from engine.api.schema import ChatRequest, CompletionRequest
@@ -20,10 +23,8 @@ from engine.api.service import CONTEXT, SERVICE, Service
 from engine.api.sse import INLINE_LOGPROBS, LOGPROB_BYTES, event, stream
 
 if TYPE_CHECKING:
-    from engine.api.choice import Delta
+    from engine.api.choice import Choice
     from engine.api.sampling import Plan
-
-SEED_HEADER = "X-Appliance-Seed"
 
 
 def json_response(payload: Any, headers: dict[str, str] | None = None) -> web.Response:
@@ -40,7 +41,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if body.best_of is not None and body.best_of != n:
         raise bad_request("`best_of` must equal `n`: other choices would be thrown away", "best_of")
     echo = bool(body.echo)
-    plan = make_plan(service, body, logprobs=body.logprobs, n=n, min_max_tokens=0 if echo else 1)
+    relay = request[CONTEXT].relay
+    plan = make_plan(service, body, logprobs=body.logprobs, n=n, min_max_tokens=0 if echo else 1, relay=relay)
     prompts = await _completion_prompts(service, body, plan, echo)
     _check_choices(service, len(prompts), plan.n, "prompt")
     answer = _Answer(request, service, plan, "cmpl", "text_completion", logprobs=body.logprobs is not None)
@@ -95,6 +97,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         max_tokens=body.max_completion_tokens,
         max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         n=1 if body.n is None else body.n,
+        relay=request[CONTEXT].relay,
     )
     ids = await encode_chat(
         service,
@@ -120,18 +123,25 @@ class _Answer:
     ) -> None:
         self.request, self.service, self.plan, self.logprobs = request, service, plan, logprobs
         self.chat = kind == "chat.completion"
-        self.kind = kind
+        self.relay = request[CONTEXT].relay
         self.head = {
             "id": f"{prefix}-{request[CONTEXT].request_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": int(time.time()) if self.relay.created is None else self.relay.created,
             "model": service.config.model,
             "system_fingerprint": service.fingerprint,
         }
-        self.seen: set[int] = set()
+        sent = self.relay.resume or {}
+        self.progress = {index: dataclasses.replace(progress) for index, progress in sent.items()}  # so far, by choice
 
     async def run(self, prompts: list[Prompt], streaming: bool | None, with_usage: bool) -> web.StreamResponse:
         headers = {SEED_HEADER: str(self.plan.params.seed)}
+        if self.relay.relay:
+            headers[CREATED_HEADER] = str(self.head["created"])
+        if self.relay.resume is not None:
+            if not streaming:
+                raise bad_resume("`stream` is not true")
+            await self._check_resume(self.relay.resume, prompts, with_usage)
         async with start_run(self.request, self.plan, prompts, stream=bool(streaming)) as run:
             if not streaming:
                 await run.wait()
@@ -145,12 +155,29 @@ class _Answer:
                 self.head["object"] = "chat.completion.chunk"
             tail = {"usage": None} if with_usage else {}
 
-            def last() -> bytes:
-                return event(self.head | {"choices": [], "usage": render.usage(run)}) if with_usage else b""
-
             return await stream(
-                self.request, run, headers, render=lambda index, delta: self._chunk(index, delta, tail), last=last
+                self.request,
+                run,
+                headers,
+                render=lambda choice, delta: self._chunk(choice, delta, tail),
+                last=lambda: self._usage(run) if with_usage else b"",
             )
+
+    async def _check_resume(self, resume: dict[int, Progress], prompts: list[Prompt], with_usage: bool) -> None:
+        """400 for a position that this request's stream cannot have had."""
+        self.service.metrics.resumes.inc()
+        longest = await self.service.longest_token()
+        spare = self.service.config.limits.max_stop_chars + longest  # a stop that is shown; half characters at the end
+        bounds = []
+        for prompt in prompts:
+            echoed = len(prompt.ids) if prompt.echo is not None else 0
+            most = Bounds(
+                text=len(prompt.echo or "") + prompt.max_tokens * longest + spare,
+                logprobs=echoed + prompt.max_tokens if self.logprobs else 0,
+                cached=len(prompt.ids),
+            )
+            bounds += [most] * self.plan.n
+        check_resume(resume, bounds, chat=self.chat, with_usage=with_usage)
 
     def _whole(self, run: Run) -> dict[str, Any]:
         choices = [choice for prompt in run.prompts for choice in prompt.choices]
@@ -158,34 +185,55 @@ class _Answer:
         rendered = [make(self.service, choice.index, choice.take(), self.logprobs) for choice in choices]
         return self.head | {"choices": rendered, "usage": render.usage(run), "seed": self.plan.params.seed}
 
-    def _chunk(self, index: int, delta: Delta, tail: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: Choice, delta: Delta, tail: dict[str, Any]) -> bytes:
+        """The events of one delta."""
+        index = choice.index
+        progress = self.progress.setdefault(index, Progress())
+        progress.cached = choice.cached_tokens
         if not self.chat:
-            choice = render.completion_choice(self.service, index, delta, self.logprobs)
-            return event(self.head | {"choices": [choice]} | tail)
+            rendered = render.completion_choice(self.service, index, delta, self.logprobs)
+            return self._event(rendered, tail, index, delta)
         events = b""
-        if index not in self.seen:
-            self.seen.add(index)
-            events = event(self.head | {"choices": [render.role_chunk_choice(index)]} | tail)
+        if not progress.role:
+            progress.role = True
+            events = self._event(render.role_chunk_choice(index), tail, index, Delta())
         if delta.text or delta.logprobs:
             # As OpenAI does, the finish reason comes in a chunk of its own with an empty delta.
-            reason, delta.finish_reason = delta.finish_reason, None
-            choice = render.chat_chunk_choice(self.service, index, delta, self.logprobs)
-            events += event(self.head | {"choices": [choice]} | tail)
-            delta.text, delta.logprobs, delta.finish_reason = "", [], reason
+            part = Delta(delta.text, delta.logprobs)
+            events += self._event(render.chat_chunk_choice(self.service, index, part, self.logprobs), tail, index, part)
         if delta.finish_reason is not None:
-            choice = render.chat_chunk_choice(self.service, index, delta, False)
-            events += event(self.head | {"choices": [choice]} | tail)
+            part = Delta(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+            events += self._event(render.chat_chunk_choice(self.service, index, part, False), tail, index, part)
         return events
+
+    def _event(self, choice: dict[str, Any], tail: dict[str, Any], index: int, delta: Delta) -> bytes:
+        """One event of a choice; `delta`: what of it the event brings."""
+        line = b""
+        if self.relay.relay:
+            progress = self.progress[index]
+            progress.advance(delta.text, delta.logprobs)
+            progress.finished = delta.finish_reason is not None
+            line = progress.id_line(index)
+        return event(self.head | {"choices": [choice]} | tail, line)
+
+    def _usage(self, run: Run) -> bytes:
+        """The last event before [DONE], unless it was sent before the stream was cut. Its index is the number of
+        choices, which no choice has."""
+        index = sum(len(prompt.choices) for prompt in run.prompts)
+        if index in self.progress:
+            return b""
+        line = Progress(finished=True).id_line(index) if self.relay.relay else b""
+        return event(self.head | {"choices": [], "usage": render.usage(run)}, line)
 
 
 def start_run(request: web.Request, plan: Plan, prompts: list[Prompt], *, stream: bool) -> Run:
     """The Run of this HTTP request; noted on it for the log line."""
-    service = request.app[SERVICE]
-    run = Run(
-        service, plan, prompts, request_id=request[CONTEXT].request_id, arrival=request[CONTEXT].arrival, stream=stream
-    )
-    request[CONTEXT].run = run
-    service.release(request[CONTEXT])
+    service, context = request.app[SERVICE], request[CONTEXT]
+    context.run = run = Run(
+        service, plan, prompts, request_id=context.request_id, arrival=context.arrival, stream=stream,
+        resume=context.relay.resume,
+    )  # fmt: skip
+    service.release(context)
     return run
 
 

@@ -63,11 +63,13 @@ def state(service: Service) -> dict[str, Any]:
             "steps": stats.steps if stats else None,
             "preemptions": stats.preemptions if stats else None,
         },
-        "loading": (
-            {"phase": loading.phase, "done_bytes": loading.done_bytes, "total_bytes": loading.total_bytes}
-            if loading and not ready
-            else None
+        "device": ready.device if ready else None,
+        "weights_checksum": ready.weights_checksum if ready else None,
+        "loading": round(service.load_fraction, 4),
+        "load": (
+            {"phase": loading.phase, "done": loading.done, "total": loading.total} if loading and not ready else None
         ),
+        "progress": progress(service),
         "kv": (
             {
                 "pages_free": stats.kv_pages_free,
@@ -93,6 +95,19 @@ def state(service: Service) -> dict[str, Any]:
         "system_fingerprint": service.fingerprint,
         "uptime_seconds": round(time.time() - service.started, 1),
         "draining": service.drain_reason,
+    }
+
+
+def progress(service: Service) -> dict[str, Any]:
+    """Whether work moves on: steps that stand still while `queued` is not 0 are a stall."""
+    client, stats = service.client, service.client.stats
+    stepped = client.last_step_at
+    return {
+        "steps": stats.steps if stats else 0,
+        "queued": client.open_requests,
+        "waiting": stats.waiting if stats else 0,
+        "running": stats.running if stats else 0,
+        "last_step_age_seconds": round(time.monotonic() - stepped, 3) if stepped is not None else None,
     }
 
 

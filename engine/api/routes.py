@@ -51,7 +51,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", probes.health, Access.PARTLY, probe=True),
     Route("GET", "/metrics", probes.metrics, probe=True),
     Route("GET", "/openapi.json", openapi),
-    Route("GET", "/admin/state", admin.admin_state, Access.ADMIN),
+    Route("GET", "/admin/state", admin.admin_state, Access.ADMIN, probe=True),
     Route("POST", "/admin/drain", admin.drain, Access.ADMIN, schema.DrainRequest),
     Route("POST", "/admin/undrain", admin.undrain, Access.ADMIN, schema.DrainRequest),
     Route("POST", "/admin/golden", admin.golden, Access.ADMIN, schema.GoldenRequest),

@@ -18,6 +18,7 @@ import msgspec
 from engine.api.choice import Choice
 from engine.api.errors import ApiError, from_engine, too_large, unavailable
 from engine.api.offsets import prompt_offsets
+from engine.api.relay import Replay
 from engine.errors import AdmissionError, EngineError
 from engine.log import log_event
 from engine.messages import Generate, Tokens
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from engine.api.choice import Delta
+    from engine.api.relay import Progress
     from engine.api.sampling import Plan
     from engine.api.service import RequestHandle, Service, StopMatcher
 
 logger = logging.getLogger(__name__)
 _INLINE_STOP_CHARS = 256
+_INLINE_LOGPROBS = 4096
 _REASONS = {
     "deadline_exceeded": "deadline",
     "shutting_down": "shutdown",
@@ -52,7 +55,6 @@ class Prompt:
         None  # None: echo was decoded from ids; else ids before and behind its own (BOS, EOS)
     )
     choices: list[Choice] = field(default_factory=list)
-    cached_tokens: int = 0
     scores: list[TokenLogprob | None] = field(default_factory=list)  # echo: as they come, chunk by chunk
     waits_for_logprobs: bool = False  # nothing is sent before the prompt's logprobs are here
     open_choices: int = 0
@@ -61,13 +63,27 @@ class Prompt:
     def done(self) -> bool:
         return self.open_choices == 0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of this prompt, taken from the prefix cache by that of its choices that found most."""
+        return max((choice.cached_tokens or 0 for choice in self.choices), default=0)
+
 
 class Run:
     """Use as `async with Run(...) as run`, then `batches()` (stream) or `wait()` (JSON)."""
 
     def __init__(
-        self, service: Service, plan: Plan, prompts: list[Prompt], *, request_id: str, arrival: float, stream: bool
+        self,
+        service: Service,
+        plan: Plan,
+        prompts: list[Prompt],
+        *,
+        request_id: str,
+        arrival: float,
+        stream: bool,
+        resume: dict[int, Progress] | None = None,
     ) -> None:
+        """`resume`: what the client has of each choice, which next_batch() then leaves out."""
         self.service, self.plan, self.prompts, self.request_id = service, plan, prompts, request_id
         self.error: ApiError | None = None
         self._arrival, self._stream = arrival, stream
@@ -78,6 +94,8 @@ class Run:
         self._wake = asyncio.Event()
         self._dirty: dict[int, Choice] = {}
         self._first_token = False
+        self._replays = {index: Replay(index, sent) for index, sent in (resume or {}).items()}
+        self._resume = resume or {}
         self._last_batch = 0.0
         self._last_ping = time.monotonic()
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -129,6 +147,9 @@ class Run:
         for number, prompt in enumerate(self.prompts):
             offset = len(prompt.echo) if prompt.echo is not None else 0
             prompt.choices = [Choice(service, plan, index + i, offset, self._matcher) for i in range(plan.n)]
+            for choice in prompt.choices:
+                if (sent := self._resume.get(choice.index)) is not None:
+                    choice.cached_tokens = sent.cached  # usage says what the first attempt would have said
             prompt.open_choices = plan.n
             index += plan.n
             prompt.waits_for_logprobs = self._echo_logprobs
@@ -198,9 +219,9 @@ class Run:
             self._wake.set()
 
     def _take(self, prompt: Prompt, handle: RequestHandle, message: Tokens) -> None:
-        if message.cached_tokens:
-            prompt.cached_tokens = message.cached_tokens
         choice = prompt.choices[message.index]
+        if choice.cached_tokens is None:  # the first message says it
+            choice.cached_tokens = message.cached_tokens
         if choice.done():
             return
         if message.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.ABORT):
@@ -277,8 +298,11 @@ class Run:
                     if wait > 0:
                         await asyncio.sleep(wait)
                 dirty, self._dirty = self._dirty, {}
+                batch = [(choice, choice.take()) for choice in dirty.values()]
+                if self._replays and not (batch := await self._leave_out(batch)):
+                    continue
                 self._last_batch = time.monotonic()
-                return [(choice, choice.take()) for choice in dirty.values()]
+                return batch
             if self.error is not None:
                 raise self.error
             if self.done:
@@ -294,6 +318,26 @@ class Run:
             finally:
                 timer.cancel()
             self._wake.clear()
+
+    async def _leave_out(self, batch: list[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
+        """The batch without what was sent before the stream was cut."""
+
+        def cut() -> None:
+            for choice, delta in batch:
+                if (replay := self._replays.get(choice.index)) is not None:
+                    replay.cut(delta)
+
+        count = sum(len(delta.logprobs) for _, delta in batch)
+        try:
+            await self.service.offload(cut, size=count) if count > _INLINE_LOGPROBS else cut()
+        except ApiError as exc:
+            log_event(logger, logging.ERROR, exc.code or "error", exc.message, req_id=self.request_id)
+            raise
+        return [
+            (choice, delta)
+            for choice, delta in batch
+            if delta.text or delta.logprobs or delta.finish_reason is not None
+        ]
 
     # ---- accounts --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.api.errors import ApiError, bad_request, too_large
+from engine.api.relay import NO_RELAY, SEED_HEADER, RelayHeaders, cache_salt
 from engine.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def make_plan(
     min_max_tokens: int = 1,
     n: int = 1,
     default_temperature: float = 1.0,
+    relay: RelayHeaders = NO_RELAY,
 ) -> Plan:
     """Check everything but the prompt. `max_tokens` overrides the field of that name (max_completion_tokens)."""
     config, vocab_size = service.config, service.vocab_size
@@ -89,11 +91,7 @@ def make_plan(
             f"`{max_tokens_param}` must be >= {min_max_tokens}, got {_short(max_tokens)}", max_tokens_param
         )
     stops, stop_ids_text = _stops(service, request)
-    seed = request.seed
-    if seed is None or seed == -1:
-        seed = draw_seed()
-    elif not 0 <= seed < 2**64:
-        raise bad_request(f"`seed` must be between 0 and 2**64 - 1 (or -1: draw one), got {_short(seed)}", "seed")
+    seed = _seed(request, relay)
     timeout = config.timeouts.request if request.timeout is None else request.timeout
     _in_range("timeout", timeout, 0, config.timeouts.max_request, open_low=True)
     params = _params(service, request, seed, logprobs, default_temperature, vocab_size, stop_ids_text)
@@ -110,9 +108,21 @@ def make_plan(
         stop_ids_text=stop_ids_text,
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
-        cache_salt=salt,
+        cache_salt=cache_salt(relay.tenant, salt),
         deadline=time.monotonic() + timeout,
     )
+
+
+def _seed(request: SamplingFields, relay: RelayHeaders) -> int:
+    """The client's seed; else what a gateway saw drawn the first time; else a fresh one."""
+    seed = request.seed
+    if seed is None or seed == -1:
+        return draw_seed() if relay.seed is None else relay.seed
+    if not 0 <= seed < 2**64:
+        raise bad_request(f"`seed` must be between 0 and 2**64 - 1 (or -1: draw one), got {_short(seed)}", "seed")
+    if relay.seed not in (None, seed):
+        raise bad_request(f"`seed` is {seed}, but `{SEED_HEADER}` says {relay.seed}", SEED_HEADER, "relay_header")
+    return seed
 
 
 def _params(

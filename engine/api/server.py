@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -106,7 +107,7 @@ async def listening(
         )
 
     servers: list[asyncio.Server] = []
-    bound = False
+    bound: tuple[int, int] | None = None  # device and inode of our Unix socket
     try:
         addresses: list[Any] = []
         if host is not None:
@@ -127,7 +128,7 @@ async def listening(
             addresses += [sock.getsockname() for sock in servers[-1].sockets]
         if unix_path is not None:
             sock = _unix_socket(unix_path)
-            bound = True
+            bound = _inode(unix_path)
             servers.append(await loop.create_unix_server(connection, sock=sock, backlog=_BACKLOG))
             addresses.append(str(unix_path))
         yield addresses
@@ -135,8 +136,16 @@ async def listening(
         for server in servers:
             server.close()
         await runner.cleanup()
-        if unix_path is not None and bound:  # never another process's socket
+        if unix_path is not None and bound is not None and _inode(unix_path) == bound:  # never another process's
             unix_path.unlink(missing_ok=True)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _unix_socket(path: Path) -> socket.socket:
@@ -145,8 +154,9 @@ def _unix_socket(path: Path) -> socket.socket:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} exists and is no socket", hint="choose another path or remove it")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1)
-            if probe.connect_ex(os.fspath(path)) == 0:
+            probe.setblocking(False)
+            # Only this says that nobody listens: EAGAIN is a live server whose backlog is full, EACCES somebody else's.
+            if probe.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:
                 raise BusyError(f"another process serves {path}", hint="stop it first")
         path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -14,16 +14,22 @@ from aiohttp import web
 from engine.api.auth import KeyStore
 from engine.api.errors import ApiError, unavailable
 from engine.api.metrics import Metrics
+from engine.api.relay import NO_RELAY, RelayHeaders
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from engine.api.config import ApiConfig
     from engine.api.run import Run
-    from engine.messages import Fatal, Generate, Loading, Ready, Stats, Tokens
+    from engine.messages import Fatal, Generate, Loading, LoadPhase, Ready, Stats, Tokens
 
 R = TypeVar("R")
 _SLOW_STEPS = 4
+_LOAD_PARTS: dict[LoadPhase, tuple[float, float]] = {
+    "weights": (0.0, 0.8),
+    "checksum": (0.8, 0.9),
+    "warm-up": (0.9, 0.99),
+}
 
 
 class RequestHandle(Protocol):
@@ -48,6 +54,10 @@ class EngineClient(Protocol):
     def stats(self) -> Stats | None: ...
     @property
     def last_stats_at(self) -> float: ...
+    @property
+    def last_step_at(self) -> float | None: ...
+    @property
+    def open_requests(self) -> int: ...
     @property
     def queued_requests(self) -> int: ...
     @property
@@ -100,6 +110,7 @@ class Context:
     buffered_bytes: int = 0  # of its body, see Service.reserve
     error_code: str | None = None  # for the log line
     error_param: str | None = None
+    relay: RelayHeaders = NO_RELAY  # what a gateway says of it
 
 
 class Service:
@@ -131,6 +142,7 @@ class Service:
         self.connections = 0
         self.metrics_public = True  # False on a listener beyond loopback
         self._buffered_bytes = 0
+        self._longest_token: int | None = None
 
     async def offload(self, function: Callable[..., R], *args: Any, size: int) -> R:
         """Run something long in the tokenizer's threads. `size` is about how many bytes it works on: large work has a
@@ -143,6 +155,17 @@ class Service:
             return await loop.run_in_executor(self.large_pool, lambda: function(*args))
         finally:
             self.large_backlog_bytes -= size
+
+    async def longest_token(self) -> int:
+        """Bytes of the longest token of the vocabulary: no token adds more characters than that to a text."""
+        if self._longest_token is None:
+            tokenizer = self.tokenizer
+
+            def look() -> int:
+                return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+            self._longest_token = await self.offload(look, size=0)
+        return self._longest_token
 
     def check_large_backlog(self, num_bytes: int) -> None:
         """429 for a large body while too much large work waits; one that waits for nobody is always taken."""
@@ -172,10 +195,7 @@ class Service:
         if self.drain_reason is not None or state == "draining":
             return "draining", self.drain_reason or "the engine is draining"
         if state == "loading" or self.client.ready is None:
-            loading = self.client.loading
-            if loading is None or not loading.total_bytes:
-                return "loading", "the model is loading"
-            return "loading", f"the model is loading ({100 * loading.done_bytes // loading.total_bytes} %)"
+            return "loading", f"the model is loading ({100 * self.load_fraction:.0f} %)"
         silent = time.monotonic() - self.client.last_stats_at
         stats = self.client.stats
         # A large model on a slow CPU may need longer than the limit for one honest step.
@@ -192,6 +212,18 @@ class Service:
         if problem is not None:
             code, reason = problem
             raise unavailable(reason, code)
+
+    @property
+    def load_fraction(self) -> float:
+        """Of the load, 0 to 1; never falls, and is 1 only when the model is loaded. Each phase has a part that is about
+        its share of the time."""
+        if self.client.ready is not None:
+            return 1.0
+        loading = self.client.loading
+        if loading is None:
+            return 0.0
+        start, end = _LOAD_PARTS[loading.phase]
+        return start + (end - start) * (min(loading.done / loading.total, 1.0) if loading.total else 0.0)
 
     @property
     def max_model_len(self) -> int:

@@ -11,8 +11,9 @@ from aiohttp import web
 from engine.api import render
 from engine.api.body import read_body, read_json
 from engine.api.errors import bad_request
-from engine.api.openai import SEED_HEADER, json_response, start_run
+from engine.api.openai import json_response, start_run
 from engine.api.prompts import as_messages, check_ids, decode, encode, encode_chat
+from engine.api.relay import SEED_HEADER, RelayHeaders, bad_resume
 from engine.api.run import Prompt
 from engine.api.sampling import Plan, check_model, fit, make_plan
 from engine.api.schema import DetokenizeRequest, GenerateRequest, InferRequest, TokenizeRequest
@@ -28,7 +29,7 @@ async def infer(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     service.check_ready()
     body = await read_json(request, InferRequest)
-    plan = make_plan(service, body, default_temperature=0.0)
+    plan = make_plan(service, body, default_temperature=0.0, relay=_relay(request))
     if not body.input:
         raise bad_request("`input` is empty", "input", "empty_prompt")
     messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
@@ -44,12 +45,19 @@ async def generate(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     service.check_ready()
     body = await read_json(request, GenerateRequest)
-    plan = make_plan(service, body, default_temperature=0.0)
+    plan = make_plan(service, body, default_temperature=0.0, relay=_relay(request))
     ids = await encode(service, body.prompt, add_special_tokens=True, param="prompt")
     answer, headers = await _one_answer(request, plan, ids, "text")
     if request.headers.get("Accept", "").split(";")[0].strip().lower() == "text/plain":
         return web.Response(text=answer["text"], content_type="text/plain", charset="utf-8", headers=headers)
     return json_response(answer, headers)
+
+
+def _relay(request: web.Request) -> RelayHeaders:
+    relay = request[CONTEXT].relay
+    if relay.resume is not None:
+        raise bad_resume("this route does not stream")
+    return relay
 
 
 async def _one_answer(

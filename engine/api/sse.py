@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.api.errors import ApiError
+from engine.api.relay import error_words
 from engine.api.service import CONTEXT, SERVICE
 from engine.log import log_event
 
@@ -29,9 +30,9 @@ LOGPROB_BYTES = 256  # about, of one token's logprobs
 _encode = msgspec.json.Encoder().encode
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    """One legal SSE event; JSON has no raw newline, so that one data line is enough."""
-    return b"data: " + _encode(payload) + b"\n\n"
+def event(payload: dict[str, Any], first_line: bytes = b"") -> bytes:
+    """One legal SSE event; JSON has no raw newline, so one data line is enough. `first_line`: an id or a comment."""
+    return first_line + b"data: " + _encode(payload) + b"\n\n"
 
 
 async def stream(
@@ -39,7 +40,7 @@ async def stream(
     run: Run,
     headers: dict[str, str],
     *,
-    render: Callable[[int, Delta], bytes],
+    render: Callable[[Choice, Delta], bytes],
     last: Callable[[], bytes],
 ) -> web.StreamResponse:
     """Send the run as it comes. `render` makes the events of one delta, `last` those before [DONE]."""
@@ -74,12 +75,12 @@ async def stream(
 
 
 async def _render(
-    request: web.Request, batch: list[tuple[Choice, Delta]], render: Callable[[int, Delta], bytes]
+    request: web.Request, batch: list[tuple[Choice, Delta]], render: Callable[[Choice, Delta], bytes]
 ) -> bytes:
     """The events of a batch; in a thread when there are so many logprobs (an echoed prompt's) that it takes long."""
 
     def events() -> bytes:
-        return b"".join([render(choice.index, delta) for choice, delta in batch])
+        return b"".join([render(choice, delta) for choice, delta in batch])
 
     count = sum(len(delta.logprobs) for _, delta in batch)
     if count <= INLINE_LOGPROBS:
@@ -92,5 +93,6 @@ async def _end_with_error(request: web.Request, response: web.StreamResponse, er
     service.metrics.stream_errors.inc()
     request[CONTEXT].error_code = error.code
     response.force_close()
-    await response.write(event(error.body()))
+    note = f": error {error_words(error)}\n".encode() if request[CONTEXT].relay.relay else b""
+    await response.write(event(error.body(), note))
     await response.write_eof()

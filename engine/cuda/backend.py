@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from engine.backend import LoadProgress, phase_progress
 from engine.core_config import context_length
 from engine.cuda.context import DeviceContext
 from engine.cuda.errors import RING_BYTES
@@ -20,12 +21,10 @@ from engine.cuda.step_state import table_width
 from engine.errors import ConfigError, EngineError
 from engine.fixed_softmax import MAX_VOCAB
 from engine.log import log_event
-from engine.types import PAGE_TOKENS
+from engine.types import PAGE_TOKENS, DeviceId
 from kernels.layout import page_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.config import ModelConfig
     from engine.core_config import CoreConfig
     from engine.cuda.memory import MemoryPlan
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("appliance.cuda")
 
 
-def load_cuda(config: CoreConfig, model: ModelConfig, progress: Callable[[int, int], None] | None = None) -> CudaRunner:
+def load_cuda(config: CoreConfig, model: ModelConfig, progress: LoadProgress | None = None) -> CudaRunner:
     """`config` with its defaults filled in (core_config.with_defaults). ConfigError: no driver or GPU, kernels not
     built, a model that no kernel takes, or one that does not fit; CheckpointError: damaged files."""
     sizes = step_sizes(config, model)
@@ -76,7 +75,7 @@ def _load(
     model: ModelConfig,
     sizes: StepSizes,
     context: DeviceContext,
-    progress: Callable[[int, int], None] | None,
+    progress: LoadProgress | None,
 ) -> CudaRunner:
     kernels = Kernels(context)
     kernels.load_all()  # no step may be the first to use a kernel: the driver would allocate for it
@@ -101,7 +100,7 @@ def _load(
         error_ring = PinnedBuffer(context, RING_BYTES, mapped=True)
         at = {name: buffer.address for name, buffer in memory.workspace.items()}
         reports = Reports(error_ring.device_address, at["results"], at["trace"] if config.profile_kernels else 0)
-        weights = loader.load(context, kernels, memory, reports, progress=progress)
+        weights = loader.load(context, kernels, memory, reports, progress=phase_progress(progress, "weights"))
     for note in weights.notes:
         log_event(log, logging.WARNING, "checkpoint_note", note)
     ring = StepRingWriter(config.step_ring)
@@ -111,6 +110,7 @@ def _load(
         CudaStepDevice(context, memory, executor, error_ring, overlap_kernels=not config.profile_kernels),
         model,
         sizes,
+        device_id=DeviceId("cuda", context.info.uuid, context.info.name),
         num_pages=plan.num_pages,
         weights=weights.addresses,
         buffers={**at, "pool": memory.pool.address, "weights": memory.weights.address},

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine.cuda.step_ring import StepRingWriter
     from engine.jobs import Job
     from engine.sampler import SampleState
-    from engine.types import Float32Array, Int32Array, StepBatch
+    from engine.types import DeviceId, Float32Array, Int32Array, StepBatch
 
 log = logging.getLogger("appliance.cuda")
 
@@ -107,6 +107,7 @@ class CudaRunner:
         model: ModelConfig,
         sizes: StepSizes,
         *,
+        device_id: DeviceId,
         num_pages: int,
         weights: Mapping[str, int],
         buffers: Mapping[str, int],
@@ -117,6 +118,7 @@ class CudaRunner:
         ring: StepRingWriter | None = None,
         profile: bool = False,
     ) -> None:
+        self.device_id = device_id
         self.num_pages, self.plans_in_flight = num_pages, plans_in_flight
         self.max_batch_tokens, self.max_model_len = sizes.max_batch_tokens, sizes.max_model_len
         self.weights_bytes, self.weights_checksum = arena_bytes, weights_checksum
@@ -161,11 +163,12 @@ class CudaRunner:
             self.device.upload(self.buffers[name], np.ascontiguousarray(array))
         self.device.synchronize()
 
-    def warm_up(self) -> None:
-        """Run every bucket once on padding alone and capture its graphs."""
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Run every bucket once on padding alone and capture its graphs. progress(done, total): buckets."""
         empty = StepRecords(0, [], [], np.zeros(0, np.int32), np.zeros((0, 2), np.int32), [], [], [])
         transfer = self._transfers[0]
-        for bucket in self.sizes.buckets if self._use_graphs else ():
+        buckets = self.sizes.buckets if self._use_graphs else ()
+        for number, bucket in enumerate(buckets, 1):
             words = pack(empty, transfer.upload)
             for greedy_only in (True, False):
                 self.device.upload(self.buffers["upload"], transfer.upload[:words])
@@ -176,6 +179,8 @@ class CudaRunner:
                 replay()
                 self.device.synchronize()
                 self._graphs[bucket, greedy_only] = replay
+            if progress is not None:
+                progress(number, len(buckets))
         self.faults.clear()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import ModelStore
+from tests.bench import bench_gateway
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-bench/bin/python"
@@ -58,6 +59,9 @@ def main() -> int:
     print("\nHTTP, 64 concurrent streams")
     for part in ("ours", "engine", "peer"):
         print(f"  {part:8} " + "  ".join(f"{name} {value}" for name, value in results["http"][part].items()))
+    results["gateway"] = run(sys.executable, "-m", "tests.bench.bench_gateway", "--json")
+    print()
+    bench_gateway.show(results["gateway"])
     print("\n" + json.dumps(results))
     return 0
 

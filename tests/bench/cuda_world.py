@@ -21,6 +21,7 @@ from engine.cuda.step_device import CudaStepDevice
 from engine.cuda.step_ring import StepRingWriter
 from engine.engine import Engine
 from engine.params import parameters
+from engine.types import DeviceId
 from kernels.layout import arena_slots, page_elements
 
 LLAMA_8B = ModelConfig(
@@ -72,6 +73,7 @@ def random_engine(
         ),
         model,
         sizes,
+        device_id=DeviceId("cuda", context.info.uuid, context.info.name),
         num_pages=pages,
         weights=addresses,
         buffers={**at, "pool": memory.pool.address, "weights": memory.weights.address},

@@ -147,6 +147,22 @@ def test_progress_goes_up_to_the_total_in_the_callers_thread(tmp_path):
     assert calls == sorted(calls)
 
 
+def test_progress_of_the_checksum_follows_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "HASH_BLOCK_BYTES", 1 << 14)
+    config = tiny_config()
+    write_model(tmp_path, config, random_tensors(config))
+    calls: list[tuple[str, int, int]] = []
+    weights = load(
+        tmp_path,
+        progress=lambda done, total: calls.append(("read", done, total)),
+        checksum_progress=lambda done, total: calls.append(("hashed", done, total)),
+    )
+    hashed = [call for call in calls if call[0] == "hashed"]
+    assert calls[-len(hashed) :] == hashed and len(hashed) == 3
+    assert hashed == sorted(hashed) and hashed[-1][1:] == (weights.arena_bytes, weights.arena_bytes)
+    assert weights.checksum == load(tmp_path).checksum
+
+
 def test_an_exception_of_progress_stops_the_load(tmp_path):
     config = tiny_config()
     write_model(tmp_path, config, random_tensors(config))

@@ -20,7 +20,7 @@ from engine.cuda.module import Kernels
 from engine.errors import ConfigError
 from kernels.build import BuildError, build
 from kernels.launch import Launch
-from kernels.manifest import ManifestError, read_manifest
+from kernels.manifest import FATBIN_DIR, ManifestError, read_manifest
 
 Array = npt.NDArray[Any]
 
@@ -73,10 +73,10 @@ class GpuBuffer:
 class Gpu:
     """One context for all tests of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, fatbins: Path = FATBIN_DIR) -> None:
         self.context = DeviceContext(0)
         try:
-            self.kernels = Kernels(self.context)
+            self.kernels = Kernels(self.context, fatbins)
         except ConfigError:
             self.context.close()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import numpy as np
 
 from engine.sampler import SampleState
 from kernels.attention import AttentionShape
+from kernels.build import ARCHES, FLAGS, build
 from kernels.gemm import gemm_launch, portable_launch
 from kernels.gemm_prefill import VARIANTS, Variant, prefill_launch, variant_plan
+from kernels.manifest import FATBIN_DIR
 from kernels.sampler import SamplerShape
 from tests.gpu.device import Gpu, GpuBuffer, GpuDevice
 from tests.kernels import cases_attention, cases_gemm, cases_load, cases_rows, cases_sampler, cases_step_prepare
@@ -61,10 +64,10 @@ def gemm_cases() -> Iterator[tuple[str, Case]]:
         return run
 
     for epilogue in EPILOGUES:
-        for m in (1, 9, 17, 33, 64):
+        for m, k in ((1, 200), (9, 200), (17, 200), (33, 200), (64, 200), (1, 4104), (64, 4104)):
             yield (
-                f"gemm {epilogue} M={m}",
-                same_bits(m, 76, 200, epilogue, lambda d, _: {"planned": functools.partial(gemm_launch, d.executor)}),
+                f"gemm {epilogue} M={m} K={k}",
+                same_bits(m, 76, k, epilogue, lambda d, _: {"planned": functools.partial(gemm_launch, d.executor)}),
             )
         for variant in VARIANTS:
 
@@ -75,7 +78,8 @@ def gemm_cases() -> Iterator[tuple[str, Case]]:
                 return {variant.suffix: functools.partial(prefill_launch, plan)}
 
             n = 2 * variant.width * variant.share_x + 6
-            yield f"prefill gemm {epilogue} {variant.suffix}", same_bits(200, n, 136, epilogue, make)
+            k = 1032 if epilogue == "f32" else 136  # the longer one goes round the ring of buffers
+            yield f"prefill gemm {epilogue} {variant.suffix}", same_bits(200, n, k, epilogue, make)
 
 
 def attention_cases() -> Iterator[tuple[str, Case]]:
@@ -86,6 +90,11 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
         yield (
             f"prefill attention {dim}",
             lambda d, s=shape: cases_attention.check_prefill_is_decode(d, s, 150, cuts=(40, 128)),
+        )
+        # Few blocks: the ring's buffers are filled again and again.
+        yield (
+            f"attention ring {dim}",
+            lambda d, s=shape: cases_attention.check_bits_do_not_depend_on_the_batch(d, s, [700, 3, 1100]),
         )
     window = AttentionShape(2, 1, 64, 100)
     yield "attention window", lambda d: cases_attention.check_prefill_is_decode(d, window, 300, cuts=(100,))
@@ -144,9 +153,20 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from sampler_cases()
 
 
-def run_cases(only: str) -> int:
+def racecheck_kernels() -> Path:
+    """The kernels in which every lane of a warp arrives at a barrier (common.cuh:warp_arrive), for this GPU."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    capability = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
+    arches = [arch for arch in ARCHES["portable"] if arch.rstrip("a") == capability]
+    out = FATBIN_DIR.with_name("fatbin-racecheck")
+    flags = (*FLAGS, "-DAPPLIANCE_RACECHECK")
+    build(out=out, only_arch=arches[0] if arches else None, jobs=os.cpu_count() or 1, say=True, flags=flags)
+    return out
+
+
+def run_cases(only: str, fatbins: Path) -> int:
     """In the process that the sanitizer watches."""
-    gpu = Gpu()
+    gpu = Gpu(fatbins)
     count = 0
     for name, case in cases():
         if only in name:
@@ -165,10 +185,13 @@ def main() -> int:
     parser.add_argument("tools", nargs="*", default=["memcheck", "racecheck"])
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="folder of TOOL.txt, the whole output")
+    parser.add_argument(
+        "--fatbins", type=Path, default=FATBIN_DIR, help="the kernels to run (default: the shipped ones)"
+    )
     parser.add_argument("--bare", action="store_true", help="run the cases without the sanitizer")
     options = parser.parse_args()
     if options.bare:
-        return run_cases(options.only)
+        return run_cases(options.only, options.fatbins)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         print("there is no compute-sanitizer here; it comes with the CUDA toolkit", file=sys.stderr)
@@ -177,8 +200,14 @@ def main() -> int:
     for tool in options.tools:
         started = time.monotonic()
         command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS), "--print-limit", "20"]
+        if tool in ("racecheck", "synccheck"):
+            command += [
+                "--num-cuda-barriers",
+                "64",
+            ]  # a block; what it does not track it calls a race
         command += ["--report-api-errors", "no"]  # the bindings ask the driver for functions it may not have
         child = [sys.executable, "-m", "tests.gpu.sanitize", "--bare", "--only", options.only]
+        child += ["--fatbins", str(racecheck_kernels() if tool == "racecheck" else options.fatbins)]
         log = options.logs / f"{tool}.txt"
         with log.open("w") as output:  # a file and no pipe: whoever stops a long run still sees how far it came
             code = subprocess.run([*command, *child], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode

@@ -17,7 +17,7 @@ from engine.cuda.program import StepSizes, workspace
 from engine.cuda.runner import CudaRunner
 from engine.cuda.step_device import StepEvent
 from engine.params import parameters
-from engine.types import Weights
+from engine.types import DeviceId, Weights
 from kernels import checksum
 from kernels.launch import Launch
 from kernels.layout import arena_slots, interleave_gate_up, kv_pool_bytes, tile
@@ -176,6 +176,7 @@ def emulated_runner(
         device,
         model,
         sizes,
+        device_id=DeviceId("cuda", "GPU-00000000-0000-0000-0000-000000000000", "emulated"),
         num_pages=num_pages,
         weights=addresses,
         buffers={name: device.address(name) for name in buffers},

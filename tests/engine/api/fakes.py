@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import AdmissionError, EngineDead, QueueFull, TemplateError, TextError
 from engine.messages import Fatal, Generate, Ready, Stats, Tokens
-from engine.types import FinishReason, TokenLogprob
+from engine.types import DeviceId, FinishReason, TokenLogprob
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
@@ -195,6 +195,7 @@ class FakeClient:
             weights_checksum="c0ffee" * 10,
             load_seconds=0.1,
             backend="fake",
+            device=DeviceId("fake", "GPU-fake", "Fake 1"),
         )
         self.stats: Stats | None = Stats(
             steps=1,
@@ -206,6 +207,7 @@ class FakeClient:
             waiting_by_bucket={"1-128": 0},
         )
         self.last_stats_at = time.monotonic() + 3600  # never stale unless a test says so
+        self.last_step_at: float | None = time.monotonic()
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.on_death = asyncio.Event()
@@ -216,6 +218,10 @@ class FakeClient:
         self.controls: list[tuple[str, dict[str, Any]]] = []
         self.control_timeouts: list[float] = []
         self.cancelled_controls = 0
+
+    @property
+    def open_requests(self) -> int:
+        return len(self.running)
 
     def check_capacity(self, num_requests: int, num_tokens: int) -> None:
         if self.state == "dead":

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from engine import __version__
 from engine.api.app import build_app
 from engine.api.auth import KeyStore, bearer, read_key_file
 from engine.api.config import check_bind, is_loopback, tls_context
@@ -86,7 +87,9 @@ async def test_admin_routes(make_endpoint, keys):
     status, answer = await endpoint.get("/admin/state", headers=admin)
     assert (status, answer["status"]) == (200, "ready")
     status, answer = await endpoint.post("/admin/golden", {"args": {"prompt_ids": [1]}}, headers=admin)
-    assert (status, answer) == (200, {"op": "golden", "result": {"hash": "abc"}})
+    device = {"backend": "fake", "uuid": "GPU-fake", "name": "Fake 1"}
+    head = {"op": "golden", "device": device, "engine_version": __version__}  # what a golden file is keyed by
+    assert (status, answer) == (200, head | {"result": {"hash": "abc"}})
     assert (await endpoint.post("/admin/checksum", {}, headers=admin))[0] == 200
     for name in ("op", "self", "timeout_seconds", "a b"):
         args = {"prompt_ids": [1], name: 1}

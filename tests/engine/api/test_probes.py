@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 
@@ -16,22 +17,52 @@ from .fakes import IM_END, Script
 
 async def test_loading(endpoint):
     client = endpoint.client
-    client.state, client.ready, client.stats = "loading", None, None
-    client.loading = Loading(done_bytes=25, total_bytes=100)
+    client.state, client.ready, client.stats, client.last_step_at = "loading", None, None, None
+    client.loading = Loading(phase="weights", done=25, total=100)
     assert (await endpoint.get("/livez"))[0] == 200
     async with endpoint.http.get(endpoint.url + "/readyz") as response:
         assert response.status == 503
         assert response.headers["Retry-After"] == "5"
         error = (await response.json())["error"]
-        assert (error["code"], error["message"]) == ("loading", "the model is loading (25 %)")
+        assert (error["code"], error["message"]) == ("loading", "the model is loading (20 %)")
     status, health = await endpoint.get("/health")
     assert (status, health["status"]) == (503, "loading")
-    assert health["loading"] == {"phase": "weights", "done_bytes": 25, "total_bytes": 100}
+    assert health["loading"] == 0.2
+    assert health["load"] == {"phase": "weights", "done": 25, "total": 100}
+    assert health["device"] is health["weights_checksum"] is health["progress"]["last_step_age_seconds"] is None
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/infer", {"input": "x"}), ("/generate", {"prompt": "x"}),
                        ("/v1/chat/completions", {"messages": []})):  # fmt: skip
         status, answer = await endpoint.post(path, body)
         assert (status, answer["error"]["code"]) == (503, "loading")
     assert (await endpoint.get("/v1/models"))[1]["data"][0]["max_model_len"] == 512
+
+
+async def test_loading_only_goes_up(endpoint):
+    """A launcher lengthens the time a start may take as long as this number rises."""
+    client = endpoint.client
+    ready, client.ready, client.state = client.ready, None, "loading"
+    seen = []
+    for phase in ("weights", "checksum", "warm-up"):
+        for done in (0, 1, 2, 3):
+            client.loading = Loading(phase=phase, done=done, total=3)
+            seen.append((await endpoint.get("/health"))[1]["loading"])
+    assert seen == sorted(seen)
+    assert len(set(seen)) == 10  # the end of a phase is the beginning of the next
+    assert seen[0] == 0 and seen[-1] < 1
+    client.ready, client.state = ready, "ready"
+    assert (await endpoint.get("/health"))[1]["loading"] == 1.0
+
+
+async def test_progress_of_the_steps(make_endpoint):
+    endpoint = await make_endpoint(Script(never_answer=True))
+    task = asyncio.create_task(endpoint.post("/v1/completions", {"prompt": ["x", "y"]}))
+    while len(endpoint.client.running) < 2:
+        await asyncio.sleep(0.001)
+    endpoint.client.last_step_at = time.monotonic() - 7
+    progress = (await endpoint.get("/health"))[1]["progress"]
+    assert (progress["steps"], progress["queued"], progress["running"], progress["waiting"]) == (1, 2, 1, 0)
+    assert 7 <= progress["last_step_age_seconds"] < 9
+    task.cancel()
 
 
 @pytest.mark.parametrize(("state", "code"), [("dead", "engine_dead"), ("draining", "draining")])
@@ -62,7 +93,8 @@ async def test_health(endpoint):
     assert health["status"] == "ready"
     assert health["model"] == "tiny"
     assert health["kv"]["pages_free"] == 60
-    assert health["engine"]["weights_checksum"].startswith("c0ffee")
+    assert health["weights_checksum"] == health["engine"]["weights_checksum"] == "c0ffee" * 10
+    assert health["device"] == {"backend": "fake", "uuid": "GPU-fake", "name": "Fake 1"}
     assert 0 < health["memory"]["host_available_bytes"] < health["memory"]["host_total_bytes"]
     with open("/proc/self/status") as file:
         resident = int(re.search(r"VmRSS:\s+(\d+)", file.read())[1]) * 1024

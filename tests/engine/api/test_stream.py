@@ -17,7 +17,7 @@ from engine.api.schema import CompletionRequest
 from engine.api.service import Service
 from engine.messages import Ready, Tokens
 from engine.stop import StopMatcher
-from engine.types import FinishReason
+from engine.types import DeviceId, FinishReason
 
 from .conftest import FACTORIES, make_config
 from .fakes import EOS, ByteTokenizer, FakeClient, NaiveStopMatcher, Script
@@ -175,7 +175,14 @@ def run_choice(ids, cuts, finish, matcher=NaiveStopMatcher, **fields):
 
 def make_plan_for(service, **fields):
     service.client.ready = Ready(
-        kv_pages=1, max_model_len=512, vocab_size=272, weights_bytes=0, weights_checksum="", load_seconds=0, backend=""
+        kv_pages=1,
+        max_model_len=512,
+        vocab_size=272,
+        weights_bytes=0,
+        weights_checksum="",
+        load_seconds=0,
+        backend="",
+        device=DeviceId("", "", ""),
     )
     return make_plan(service, CompletionRequest(prompt="x", **fields))
 

@@ -194,6 +194,17 @@ def test_the_engine_answers_the_same_in_any_company(model_dir: Path, alone: Answ
     assert bool(graphs) == options.get("cuda_graphs", True)
 
 
+def test_the_start_tells_the_device_and_how_far_it_has_come(model_dir: Path) -> None:
+    """The UUID is the GPU's, for a launcher that compares; warm-up reports every bucket, the last one included."""
+    engine = emulated_engine(model_dir)
+    assert engine.ready.device.backend == "cuda" and engine.ready.device.uuid.startswith("GPU-")
+    calls: list[tuple[int, int]] = []
+    engine.backend.warm_up(lambda done, total: calls.append((done, total)))
+    assert isinstance(engine.backend, CudaRunner)
+    count = len(engine.backend.sizes.buckets)
+    assert calls == [(i, count) for i in range(1, count + 1)]
+
+
 def test_preempted_sequences_answer_the_same(model_dir: Path) -> None:
     """Four sequences cross a page border in a pool that cannot hold them: their slots, counts and pages are rebuilt."""
     work = [

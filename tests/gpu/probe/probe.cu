@@ -63,10 +63,15 @@ extern "C" __global__ void probe_shared(const Common common, uint32_t* out, int 
     if (threadIdx.x == 0) out[0] = words[bytes / 4 - 1];
 }
 
-extern "C" __global__ void probe_report(const Common common, int slot, int count) {
+// A report in each of `steps` steps, which step_prepare begins by clearing slot_errors, and a second one that must not be sent.
+extern "C" __global__ void probe_report(const Common common, int slot, int steps) {
     begin_kernel(common);
     ptx::wait_for_previous();
-    for (int i = 0; i < count; i++) report_error(common, ERROR_NONFINITE, 2, slot, 100 + i, i);
+    for (int i = 0; i < steps; i++) {
+        common.slot_errors[slot] = 0;
+        report_error(common, ERROR_NONFINITE, 2, slot, 100 + i, i);
+        report_error(common, ERROR_NONFINITE, 2, slot, 9999, 9999);
+    }
 }
 
 // Breaks the context: nothing is mapped there.

@@ -1,0 +1,93 @@
+"""Asking a launcher: one JSON line over its control socket, one JSON line back (launcher/control_server.py)."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+from appliance.log import ApplianceError, ExitCode
+from appliance.paths import Paths
+
+MAX_REQUEST_BYTES = 64 << 10
+MAX_REPLY_BYTES = 4 << 20
+_REPLY_GRACE = 5.0  # beyond `timeout`, for the launcher's own "timed out" to arrive
+
+
+class ControlError(ApplianceError):
+    """A launcher that refused, failed or did not answer; `exit_code` says which."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAILED) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = code
+
+
+class ControlClient:
+    """The launcher of one GPU slot."""
+
+    def __init__(self, paths: Paths, gpu: int) -> None:
+        self._path = paths.control_socket(gpu)
+        self._gpu = gpu
+
+    def call(self, op: str, *, timeout: float = 30.0, **args: Any) -> dict[str, Any]:
+        """The launcher's reply to `op`. `timeout`: seconds until it is reached (with wait=True) or answered.
+
+        ControlError: not running (1), not permitted (4), timed out (3), or as the launcher says."""
+        request = json.dumps({"op": op, "timeout": timeout} | args).encode() + b"\n"
+        try:
+            line = self._exchange(request, time.monotonic() + timeout + _REPLY_GRACE)
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise ControlError(
+                f"the launcher of GPU {self._gpu} is not running",
+                hint=f"systemctl start appliance-gpu@{self._gpu}; `systemctl status` says why it stopped",
+            ) from None
+        except PermissionError:
+            raise ControlError(
+                f"no permission to ask the launcher of GPU {self._gpu}", hint="run as root", code=ExitCode.REFUSED
+            ) from None
+        except TimeoutError:
+            raise ControlError(
+                f"the launcher of GPU {self._gpu} did not answer {op} within {timeout + _REPLY_GRACE:g} s",
+                hint=f"see `systemctl status appliance-gpu@{self._gpu}`",
+                code=ExitCode.INCONCLUSIVE,
+            ) from None
+        except OSError as error:
+            raise ControlError(f"the launcher of GPU {self._gpu} hung up: {error.strerror}") from None
+        return self._check(op, line)
+
+    def _exchange(self, request: bytes, deadline: float) -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(max(0.01, deadline - time.monotonic()))
+            sock.connect(str(self._path))
+            sock.sendall(request)
+            reply = bytearray()
+            while not reply.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                sock.settimeout(left)
+                chunk = sock.recv(1 << 16)
+                if not chunk or len(reply) > MAX_REPLY_BYTES:
+                    break
+                reply += chunk
+            return bytes(reply)
+
+    def _check(self, op: str, line: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+            raise ControlError(
+                f"the launcher of GPU {self._gpu} ended in the middle of {op}",
+                hint=f"see `journalctl -u appliance-gpu@{self._gpu}`",
+            )
+        if not reply["ok"]:
+            code = reply.get("exit_code")
+            raise ControlError(
+                f"GPU {self._gpu}: {reply.get('error')}",
+                hint=reply.get("hint"),
+                code=ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED,
+            )
+        return reply

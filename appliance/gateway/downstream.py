@@ -1,0 +1,91 @@
+"""The client's side of a relay: aiohttp's connection with the engine endpoint's guards, and a direct way to write.
+
+A streamed token is written to the transport in the callback that received it. aiohttp writes the head, the first piece
+and the end; in between nothing else writes to this connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
+
+from engine.api.connection import Connection
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+
+    from appliance.gateway.service import Gateway
+    from appliance.gateway.upstream import Exchange
+
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade", "proxy-connection",
+})  # fmt: skip
+"""RFC 9110, 7.6.1: of one connection, not of the message."""
+_INTERNAL = frozenset({"x-appliance-created", "x-appliance-error"})
+_OURS = frozenset({"content-length", "date"})
+
+
+def client_headers(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers of an engine's answer that its client gets; aiohttp adds length, date and connection."""
+    dropped = HOP_BY_HOP | _INTERNAL | _OURS
+    return [(name.title(), value) for name, value in headers if name not in dropped]
+
+
+class ClientConnection(Connection):
+    """While `exchange` is set, a client that reads slowly slows down the engine's stream, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchange: Exchange | None = None
+        self._full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._publish()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._publish()
+
+    def _publish(self) -> None:
+        gateway = cast("Gateway", self._service)
+        if gateway.engines.load is not None:
+            gateway.engines.load.set_connections(gateway.connections)
+
+    def follow(self, exchange: Exchange | None) -> None:
+        """From now on `exchange` is read as fast as the client reads; None: nothing is."""
+        self.exchange = exchange
+        if exchange is not None:
+            (exchange.pause if self._full else exchange.resume)()
+
+    @property
+    def full(self) -> bool:
+        """The client has not taken what was written."""
+        return self._full
+
+    def pause_writing(self) -> None:
+        self._full = True
+        super().pause_writing()
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._full = False
+        super().resume_writing()
+        if self.exchange is not None:
+            self.exchange.resume()
+
+
+class Pipe:
+    """Writes pieces of a response's body that has begun."""
+
+    def __init__(self, connection: ClientConnection, writer: AbstractStreamWriter) -> None:
+        self.connection = connection
+        self._chunked = bool(cast(Any, writer).chunked)
+
+    def write(self, data: bytes) -> None:
+        transport = self.connection.transport
+        if transport is None or transport.is_closing():
+            return  # the client left; its handler is about to be cancelled
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)

@@ -1,0 +1,355 @@
+"""Which engines there are, and which of them gets a request.
+
+The launchers say what runs (their state files), the slot pointer says which release is ours. Both are looked at every
+POLL_SECONDS. An engine is a candidate when its launcher admits it and its socket answers. A file that cannot be read
+changes nothing: unknown never drains a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.gateway.sharing import Load
+from appliance.gateway.upstream import Connection, Pool, UpstreamError
+from appliance.log import ApplianceError
+from appliance.paths import RELEASE_NAME, Paths
+from appliance.statefile import read_state
+from engine.log import log_event
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1  # of the launchers' state files and of the host drain
+POLL_SECONDS = 0.1
+REST_SECONDS = 0.5  # an engine that failed or said 503 gets nothing for so long
+PROBE_SECONDS = 2.0
+_GPU_DIRECTORY = re.compile(r"gpu(\d{1,4})")
+_PROBE = b"GET /livez HTTP/1.1\r\nHost: engine\r\n\r\n"
+_REMEMBERED = 8  # earlier releases of the pointer
+
+
+class EngineEntry(msgspec.Struct, kw_only=True, frozen=True):
+    """One engine in a launcher's state file."""
+
+    release: str
+    socket: str
+    state: str
+    admitted: bool = False
+    pid: int | None = None
+    restarts: int = 0
+    last_exit: str | None = None
+    progress: float | None = None
+    model: str | None = None
+    engine_version: str | None = None
+
+
+class LauncherState(msgspec.Struct, kw_only=True, frozen=True):
+    """What a launcher says of its GPU; keys that a gateway does not need are left alone."""
+
+    gpu: int
+    uuid: str = ""
+    status: str = ""
+    admitted: bool = False
+    holds: dict[str, dict[str, Any]] = {}
+    engines: list[EngineEntry] = []
+
+
+class Engine:
+    """One engine process that has been admitted: its connections and what we know of it."""
+
+    def __init__(self, gpu: int, entry: EngineEntry, load: Load | None = None) -> None:
+        self.load = load
+        self.gpu, self.release, self.pid = gpu, entry.release, entry.pid
+        self.pool = Pool(entry.socket)
+        self.in_flight = 0
+        self.reachable: bool | None = None  # None: not known yet
+        self.rests_until = 0.0  # loop time
+        self.gone = False  # its launcher admits it no more (or runs another process in its place)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request of ours is there."""
+        self.in_flight += 1
+        if self.load is not None:
+            self.load.add(self.gpu, 1)
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.load is not None:
+                self.load.add(self.gpu, -1)
+
+    @property
+    def pressure(self) -> int:
+        """Requests in flight there, from all workers of this gateway."""
+        return self.in_flight if self.load is None else self.load.of(self.gpu)
+
+    def usable(self, now: float) -> bool:
+        return not self.gone and self.reachable is not False and self.rests_until <= now
+
+
+class Engines:
+    """All engines of this host, seen from one slot. `run` keeps it up to date."""
+
+    def __init__(self, paths: Paths, slot: str) -> None:
+        self.slot = slot
+        self.launchers: dict[int, LauncherState] = {}
+        self.release: str | None = None  # the pointer's
+        self.draining: str | None = None  # reason of a host drain
+        self.load: Load | None = None  # shared with other workers, where there are any
+        self._paths = paths
+        self._before: list[str] = []  # releases of the pointer before this one, newest first
+        self._engines: dict[tuple[int, str, str, int | None], Engine] = {}
+        self._stamps: dict[int, tuple[int, int, int]] = {}
+        self._drain_stamp: tuple[int, int, int] | None = None
+        self._change: asyncio.Event = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
+
+    # ---- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def admitted(self) -> list[Engine]:
+        return list(self._engines.values())
+
+    def serving(self) -> str | None:
+        """The release that requests go to: the pointer's, or, until one of its engines is admitted, the one before."""
+        there = {engine.release for engine in self._engines.values()}
+        return next((name for name in (self.release, *self._before) if name in there), self.release)
+
+    def not_ready(self) -> tuple[str, str] | None:
+        """(code, reason) why no request of this slot can be served now, or None."""
+        if self.release is None:
+            return "no_release", f"no release is set for the slot {self.slot}"
+        release = self.serving()
+        mine = [engine for engine in self._engines.values() if engine.release == release]
+        if any(engine.reachable is not False for engine in mine):
+            return None
+        if mine:
+            return "no_engine", f"no engine of {release} answers"
+        return "no_engine", f"no engine of {release} is ready: {self._why(release)}"
+
+    def _why(self, release: str | None) -> str:
+        parts = []
+        for gpu, state in sorted(self.launchers.items()):
+            if state.holds:
+                reason = "; ".join(f"held by {owner}" for owner in sorted(state.holds))
+            else:
+                entry = next((entry for entry in state.engines if entry.release == release), None)
+                reason = entry.state if entry is not None else "not running there"
+                if entry is not None and entry.progress is not None and entry.state in ("starting", "loading"):
+                    reason += f" ({100 * entry.progress:.0f} %)"
+            parts.append(f"GPU {gpu} {reason}")
+        return ", ".join(parts) or "no launcher has reported"
+
+    # ---- choosing --------------------------------------------------------------------------------------------------
+
+    def pick(self, release: str | None = None, avoid: Iterable[Engine] = ()) -> Engine | None:
+        """The usable engine with the fewest requests of ours, ties at random; of `release`, else of the one served."""
+        name = self.serving() if release is None else release
+        now = asyncio.get_running_loop().time()
+        usable = [e for e in self._engines.values() if e.release == name and e.usable(now) and e not in avoid]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        pressure = [engine.pressure for engine in usable]
+        fewest = min(pressure)
+        return random.choice([engine for engine, number in zip(usable, pressure, strict=True) if number == fewest])
+
+    def suspect(self, engine: Engine) -> None:
+        """It refused a connection or broke one: it gets nothing until its socket answers again."""
+        engine.rests_until = asyncio.get_running_loop().time() + REST_SECONDS
+        engine.reachable = False
+        self._begin_probe(engine)
+
+    def rest(self, engine: Engine) -> None:
+        """It said that it cannot take requests now; its launcher's state file will say more in a moment."""
+        engine.rests_until = asyncio.get_running_loop().time() + REST_SECONDS
+
+    async def changed(self, seconds: float) -> None:
+        """Returns when something has changed, at the latest after `seconds`."""
+        try:
+            async with asyncio.timeout(min(seconds, REST_SECONDS)):  # no event says that a rest is over
+                await self._change.wait()
+        except TimeoutError:
+            pass
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    # ---- keeping up to date ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Poll for ever."""
+        while True:
+            self.poll()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        for task in self._probes:
+            task.cancel()
+        for engine in self._engines.values():
+            engine.pool.close()
+
+    def poll(self) -> None:
+        """Look once, at what has changed on disk."""
+        changed = self._poll_pointer() | self._poll_launchers()
+        stamp = _stamp(self._paths.host_drain)
+        if stamp != self._drain_stamp:
+            self._drain_stamp, changed = stamp, True
+            self._read_drain()
+        if changed:
+            self.notify()
+
+    def _poll_pointer(self) -> bool:
+        name = read_pointer(self._paths, self.slot)
+        if name == self.release:
+            return False
+        if self.release is not None:
+            self._before = [self.release, *(old for old in self._before if old != self.release)][:_REMEMBERED]
+        log_event(logger, logging.INFO, "slot_pointer", slot=self.slot, release=name, before=self.release)
+        self.release = name
+        return True
+
+    def _poll_launchers(self) -> bool:
+        changed = False
+        seen = set()
+        for gpu in _gpus(self._paths.run):
+            path = self._paths.launcher_state(gpu)
+            stamp = _stamp(path)
+            if stamp is not None:
+                seen.add(gpu)
+            if stamp != self._stamps.get(gpu) and stamp is not None:
+                self._stamps[gpu] = stamp
+                changed |= self._read_launcher(gpu, path)
+        for gpu in self._stamps.keys() - seen:  # the file is gone: the launcher ended in order, or never ran
+            del self._stamps[gpu]
+            changed |= self.launchers.pop(gpu, None) is not None
+        if changed:
+            self._update()
+        return changed
+
+    def _read_launcher(self, gpu: int, path: Path) -> bool:
+        try:
+            raw = read_state(path, schema=SCHEMA)
+            if raw is None:
+                return False
+            state = msgspec.convert(raw, LauncherState)
+            if state.gpu != gpu:
+                raise msgspec.ValidationError(f"it is of GPU {state.gpu}")
+        except (ApplianceError, msgspec.ValidationError, OSError) as error:
+            log_event(logger, logging.ERROR, "launcher_state", f"{path}: {error}; the last good one stays in force")
+            return False
+        self.launchers[gpu] = state
+        return True
+
+    def _update(self) -> None:
+        """Engine objects for what is admitted now."""
+        found = {
+            (gpu, entry.release, entry.socket, entry.pid): entry
+            for gpu, state in self.launchers.items()
+            for entry in state.engines
+            if entry.admitted and state.admitted
+        }
+        for key in self._engines.keys() - found.keys():
+            engine = self._engines.pop(key)
+            engine.gone = True
+            engine.pool.close()
+        for key in found.keys() - self._engines.keys():
+            engine = self._engines[key] = Engine(key[0], found[key], self.load)
+            engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)
+            self._begin_probe(engine)
+
+    def _read_drain(self) -> None:
+        try:
+            state = read_state(self._paths.host_drain, schema=SCHEMA)
+        except (ApplianceError, OSError) as error:
+            log_event(logger, logging.ERROR, "host_drain", f"{error}; what was in force stays in force")
+            return
+        self.draining = None if state is None else str(state.get("reason") or "no reason was given")
+
+    # ---- does its socket answer? -----------------------------------------------------------------------------------
+
+    def _begin_probe(self, engine: Engine) -> None:
+        if engine in {task.engine for task in self._probes if isinstance(task, _Probe)}:
+            return
+        task = _Probe(self._probe(engine), engine)
+        self._probes.add(task)
+        task.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(logger, logging.ERROR, "probe_failed", repr(error))
+
+    async def _probe(self, engine: Engine) -> None:
+        """Ask until it answers or is gone. The connection stays: when the engine dies, its end is seen at once."""
+        while not engine.gone:
+            if await _answers(engine.pool):
+                if engine.reachable is not True:
+                    engine.reachable = True
+                    self.notify()
+                return
+            if engine.reachable is not False:
+                engine.reachable = False
+                log_event(logger, logging.WARNING, "engine_unreachable", gpu=engine.gpu, release=engine.release)
+                self.notify()
+            await asyncio.sleep(POLL_SECONDS)
+
+
+class _Probe(asyncio.Task[None]):
+    def __init__(self, coro: Any, engine: Engine) -> None:
+        super().__init__(coro)
+        self.engine = engine
+
+
+async def _answers(pool: Pool) -> bool:
+    connection: Connection
+    try:
+        connection = await pool.acquire(fresh=True)
+        exchange = connection.send(_PROBE, b"")
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await exchange.head
+                exchange.attach(lambda data: None)
+                await exchange.ended
+        finally:
+            exchange.close()
+    except (UpstreamError, TimeoutError):
+        return False
+    return True
+
+
+def read_pointer(paths: Paths, slot: str) -> str | None:
+    """The release that a slot's pointer names, or None."""
+    try:
+        name = os.path.basename(os.readlink(paths.slot_pointer(slot)))
+    except OSError:
+        return None
+    return name if RELEASE_NAME.fullmatch(name) else None
+
+
+def _gpus(run: Path) -> list[int]:
+    try:
+        names = os.listdir(run)
+    except OSError:
+        return []
+    return [int(matched[1]) for name in names if (matched := _GPU_DIRECTORY.fullmatch(name))]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes with every replacement of the file."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size

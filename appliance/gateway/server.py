@@ -1,0 +1,272 @@
+"""One gateway process that serves: listeners, signals, and the drain of a graceful end.
+
+SIGTERM: /readyz 503 and new requests 503 + Retry-After while the listener stays open -> requests in flight finish
+within gateway.drain_timeout (a second signal: 1 s) -> streams that are left end with an error event -> exit status 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+
+from appliance.gateway import probes
+from appliance.gateway.downstream import ClientConnection
+from appliance.gateway.engines import Engines
+from appliance.gateway.metrics import GatewayMetrics
+from appliance.gateway.service import Gateway
+from appliance.gateway.settings import Access, Refused, Settings
+from appliance.gateway.sharing import Acceptor
+from appliance.log import ApplianceError, BusyError
+from engine.api.config import tls_context
+from engine.api.connection import check_library
+from engine.api.errors import ApiError
+from engine.errors import EngineError
+from engine.log import log_event
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+_SOCKET_MODE = 0o660
+_FLUSH_SECONDS = 2.0  # for the last error events to reach their clients
+
+
+def public_socket(settings: Settings) -> socket.socket:
+    """The bound public listener, shared by the workers. BusyError where somebody else has it."""
+    return _tcp_socket(settings.host, settings.port)
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            raise BusyError(message, hint="another program has this port: `ss -ltnp` shows it") from None
+        raise Refused(message, hint="is this an address of this host, and may this user bind the port?") from None
+    return sock
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """A bound socket, mode 0660 from its first moment; a stale one is replaced, anything else refused."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise Refused(f"{path} exists and is no socket", hint="move it away")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(os.fspath(path)) == 0:
+                raise BusyError(f"another gateway serves {path}", hint="stop it first")
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    old = os.umask(0o777 & ~_SOCKET_MODE)
+    try:
+        sock.bind(os.fspath(path))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise Refused(f"cannot bind {path}: {error}", hint="does its directory exist and may we write?") from None
+    finally:
+        os.umask(old)
+    return sock
+
+
+Admin = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
+    """GET /metrics, /livez, /readyz, and on the Unix socket /state and /health."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        try:
+            if request.method not in ("GET", "HEAD"):
+                raise ApiError(405, "only GET", code="method", headers={"Allow": "GET"})
+            if path == "/state" and not only_metrics:
+                return probes.json_response(await gateway.describe())
+            if path in probes.own_routes and not (only_metrics and path == "/health"):
+                return await probes.own_routes[path](gateway, request, None)
+            raise ApiError(404, "there is /metrics, /livez, /readyz, on the Unix socket also /state and /health")
+        except ApiError as error:
+            return error.response()
+
+    return handle
+
+
+@contextlib.asynccontextmanager
+async def admin_listeners(settings: Settings, gateway: Gateway) -> AsyncIterator[None]:
+    """The Unix socket, and where the public listener is not loopback an address for /metrics."""
+    path = settings.paths.gateway_socket(settings.slot)
+    listeners = [(unix_socket(path), False)]
+    loop = asyncio.get_running_loop()
+    opened: list[tuple[asyncio.Server, web.Server]] = []
+    try:
+        if not settings.public_metrics:
+            listeners.append((_tcp_socket(settings.gateway.admin_host, settings.admin_port), True))
+        for sock, only_metrics in listeners:
+            server = web.Server(admin_handler(gateway, only_metrics=only_metrics), access_log=None)
+            opened.append((await loop.create_server(server, sock=sock), server))
+        yield
+    finally:
+        for listener, server in opened:
+            listener.close()
+            await server.shutdown(_FLUSH_SECONDS)
+        path.unlink(missing_ok=True)
+
+
+class Worker:
+    """One serving process: the gateway on a public listener that is bound already."""
+
+    def __init__(self, settings: Settings) -> None:
+        check_library()
+        self.settings = settings
+        self.gateway = Gateway(
+            settings,
+            Access(settings),
+            Engines(settings.paths, settings.slot),
+            GatewayMetrics(settings.slot, settings.gateway.metrics_buckets_seconds),
+        )
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        try:
+            self._tls = tls_context(settings.api)
+        except EngineError as error:
+            raise Refused(error.message, hint=error.hint) from None
+
+    async def run(
+        self,
+        listener: socket.socket,
+        *,
+        ready: Callable[[], None],
+        draining: Callable[[], None],
+        handle_signals: bool = True,
+    ) -> int:
+        """Serve until SIGTERM; the exit status. `ready` is called when requests are taken, `draining` at the end."""
+        gateway, loop = self.gateway, asyncio.get_running_loop()
+        gateway.engines.poll()
+        polling = loop.create_task(gateway.engines.run())
+        server = web.Server(gateway.handle, handler_cancellation=True, access_log=None)
+        with self._signals() if handle_signals else contextlib.nullcontext():
+            accepting = await self._accept(server, listener)
+            try:
+                ready()
+                stopping = loop.create_task(self.stop.wait())
+                await asyncio.wait((stopping, polling), return_when=asyncio.FIRST_COMPLETED)
+                if polling.done():  # it never ends by itself
+                    log_event(logger, logging.CRITICAL, "polling_failed", str(polling.exception()))
+                    return 1
+                draining()
+                await self._drain()
+            finally:
+                accepting.close()
+                await server.shutdown(_FLUSH_SECONDS)
+                polling.cancel()
+                gateway.engines.close()
+        return 0
+
+    async def _accept(self, server: web.Server, listener: socket.socket) -> asyncio.Server | Acceptor:
+        handshake = self.settings.api.timeouts.header
+        if (load := self.gateway.engines.load) is not None:  # the listener is shared
+            return Acceptor(listener, lambda: self._connection(server), self._tls, handshake, load)
+        return await asyncio.get_running_loop().create_server(
+            lambda: self._connection(server),
+            sock=listener,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake if self._tls is not None else None,
+        )
+
+    def _connection(self, server: web.Server) -> ClientConnection:
+        timeouts = self.settings.api.timeouts
+        return ClientConnection(
+            server,
+            self.gateway,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=timeouts.keepalive,
+            access_log=None,
+            lingering_time=timeouts.linger,
+            auto_decompress=False,  # compressed bodies are the engine's to refuse; no zip bomb is ever opened
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        gateway, timeouts = self.gateway, self.settings.api.timeouts
+        gateway.stopping = True
+        log_event(logger, logging.WARNING, "draining", in_flight=gateway.active)
+        if not await self._idle(timeouts.drain, self.hurry):
+            await self._idle(timeouts.fast_drain if self.hurry.is_set() else 0.0, None)
+        gateway.aborting = True
+        gateway.engines.notify()  # whoever waits for one
+        left = list(gateway.streams)
+        for stream in left:
+            stream.shut_down()
+        await self._idle(_FLUSH_SECONDS if left or gateway.waiting else 0.2, None)
+        log_event(logger, logging.WARNING, "drained", ended=len(left), cut=gateway.active)
+
+    async def _idle(self, seconds: float, hurry: asyncio.Event | None) -> bool:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self.gateway.active and loop.time() < end and not (hurry is not None and hurry.is_set()):
+            await asyncio.sleep(min(0.02, max(end - loop.time(), 0)))
+        return not self.gateway.active
+
+    # ---- signals ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop (the second one hurries), SIGHUP reloads; afterwards all three are ignored."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.leave if number != signal.SIGHUP else self._reload_aside)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
+
+    def leave(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+    def _reload_aside(self) -> None:
+        """In a thread, which may hang on a dead file server without holding up requests."""
+        threading.Thread(target=self.reload, name="reload", daemon=True).start()
+
+    def reload(self) -> None:
+        """Keys and certificate again; a broken file leaves what is in force and is logged."""
+        api = self.settings.api
+        try:
+            self.gateway.access.reload()
+            log_event(logger, logging.INFO, "keys_reloaded", count=len(self.gateway.access.keys))
+        except EngineError as error:
+            log_event(logger, logging.ERROR, "keys_not_reloaded", f"{error.message} ({error.hint})")
+        if self._tls is None or api.tls_cert is None:
+            return
+        try:
+            tls_context(api)  # first in a context of its own: half a change would break the one in use
+            self._tls.load_cert_chain(api.tls_cert, api.tls_key)
+            log_event(logger, logging.INFO, "certificate_reloaded")
+        except (EngineError, OSError, ssl.SSLError) as error:
+            log_event(logger, logging.ERROR, "certificate_not_reloaded", str(error))
+
+
+def report(error: ApplianceError | EngineError) -> int:
+    """Log why we cannot serve; the exit status."""
+    log_event(logger, logging.CRITICAL, "cannot_serve", error.message, hint=error.hint)
+    return int(error.exit_code)

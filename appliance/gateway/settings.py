@@ -1,0 +1,134 @@
+"""What one gateway is told: its part of appliance.toml, and the credentials that systemd hands it.
+
+Keys: `--keys FILE`, else $CREDENTIALS_DIRECTORY/api-keys (LoadCredential=). systemd copies a credential once, at start,
+so only keys named with --keys can be changed by SIGHUP. TLS: tls-cert and tls-key, from the same directory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.hostconfig import Gateway, HostConfig
+from appliance.log import ApplianceError, ExitCode
+from appliance.paths import Paths
+from engine.api.auth import KeyStore
+from engine.api.config import ApiConfig, Limits, Timeouts, check_bind, is_loopback
+from engine.errors import EngineError
+
+MIN_BUFFERED_BYTES = 64 << 20
+SPARE_CONNECTIONS = 1024  # beyond max_in_flight: idle ones, and those that are told 429
+
+
+class Refused(ApplianceError):
+    """This configuration is not served; a restart does not help."""
+
+    exit_code = ExitCode.REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One gateway's. Timeouts beside those of `gateway` in seconds."""
+
+    slot: str
+    paths: Paths
+    gateway: Gateway
+    api: ApiConfig  # keys, TLS, limits and timeouts, for the parts that engine/api shares with us
+    host: str
+    port: int
+    admin_port: int
+    head_timeout: float = 3700.0  # for the first byte of an engine's answer; a client may ask for an hour
+    silence_timeout: float = 60.0  # an engine sends a comment every 15 s: a stream silent for so long is cut
+    waiting_comment: float = 10.0  # between ": waiting" comments while a stream waits for an engine
+
+    @property
+    def public_metrics(self) -> bool:
+        return is_loopback(self.host)
+
+
+def make_settings(config: HostConfig, slot: str, paths: Paths, *, keys: Path | None = None) -> Settings:
+    """Refused for what must not be served: beyond loopback without keys, TLS without certificate."""
+    gateway = config.gateway
+    canary = slot == "canary"
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+    directory = Path(credentials) if credentials else None
+    keys = keys or _credential(directory, "api-keys")
+    certificate = key = None
+    if gateway.tls:
+        certificate, key = _credential(directory, "tls-cert"), _credential(directory, "tls-key")
+        if not _filled(certificate) or not _filled(key):
+            raise Refused(
+                "gateway.tls is true, but there is no certificate and key",
+                hint="put them where LoadCredential= of this unit looks for tls-cert and tls-key, or set tls = false",
+            )
+    api = ApiConfig(
+        model="",
+        max_model_len=1,
+        auth=gateway.auth,
+        key_file=None if gateway.auth == "none" else keys,
+        tls_cert=certificate,
+        tls_key=key,
+        limits=Limits(
+            max_body_bytes=gateway.max_body_bytes,
+            max_buffered_bytes=max(MIN_BUFFERED_BYTES, 4 * gateway.max_body_bytes),
+            max_connections=gateway.max_in_flight + SPARE_CONNECTIONS,
+        ),
+        timeouts=Timeouts(drain=gateway.drain_timeout),
+    )
+    return Settings(
+        slot=slot,
+        paths=paths,
+        gateway=gateway,
+        api=api,
+        host=gateway.canary_host if canary else gateway.host,
+        port=gateway.canary_port if canary else gateway.port,
+        admin_port=gateway.admin_port + canary,
+        head_timeout=max(3600.0, config.engine.request_timeout) + 100.0,
+    )
+
+
+def _credential(directory: Path | None, name: str) -> Path | None:
+    return directory / name if directory is not None and (directory / name).exists() else None
+
+
+def _filled(path: Path | None) -> bool:
+    """The unit puts an empty line where the admin gave no file."""
+    return path is not None and bool(path.read_bytes().strip())
+
+
+class Access:
+    """Who may use the endpoint. auth = "auto": as soon as there was one key, keys are needed until the process ends;
+    without any it is open, on loopback only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._auth = settings.gateway.auth
+        try:
+            self.keys = KeyStore(settings.api.key_file)
+            empty = self._auth == "auto" and not len(self.keys)
+            if not is_loopback(settings.host) and empty:
+                raise Refused(
+                    f"refusing to bind {settings.host} without API keys: anyone who reaches this host could use it",
+                    hint='add keys (see README), set gateway.host = "127.0.0.1", or gateway.auth = "none"',
+                )
+            check_bind(settings.api, settings.host)
+            if self._auth == "keys" and not len(self.keys):
+                raise Refused(f"there is no key in {settings.api.key_file}", hint='add one, or auth = "auto"')
+        except EngineError as error:
+            raise Refused(error.message, hint=error.hint) from None
+        self._seen = bool(len(self.keys))
+
+    @property
+    def open(self) -> bool:
+        """No key is asked for."""
+        return self._auth == "none" or (self._auth == "auto" and not self._seen)
+
+    @property
+    def any_host(self) -> bool:
+        """Host names of others are served: somebody decided who may come."""
+        return self._auth == "none" or not self.open
+
+    def reload(self) -> None:
+        """Read the keys again; ConfigError leaves those in force."""
+        self.keys.reload()
+        self._seen = self._seen or bool(len(self.keys))

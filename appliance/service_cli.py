@@ -1,0 +1,63 @@
+"""`appliance start|stop|restart`: systemctl with the names of our units, and errors that say what to do."""
+
+from __future__ import annotations
+
+import argparse
+
+from appliance import command
+from appliance.arguments import add_common, bound_gpus, gpu_number, seconds, set_epilog
+from appliance.command import CommandTimeout, Result
+from appliance.log import ApplianceError, ExitCode, Progress, emit_json
+from appliance.paths import Paths
+
+EPILOG = """\
+Without GPU numbers: appliance.target, that is launchers and gateways. With numbers: those launchers (and with them
+their engines) only; `systemctl VERB appliance-gpu@N` is the same. A drained GPU stays drained.
+exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on)
+"""
+_DONE = {"start": "started", "stop": "stopped", "restart": "restarted"}
+
+
+def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    set_epilog(parser, EPILOG)
+    parser.add_argument("gpus", metavar="GPU", nargs="*", type=gpu_number, help="slot numbers (default: everything)")
+    parser.add_argument("--no-block", action="store_true", help="do not wait until it is done")
+    parser.add_argument(
+        "--timeout", type=seconds(1, 86_400), default=900.0, metavar="SECONDS", help="how long to wait (%(default)g)"
+    )
+
+
+def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> int:
+    verb = args.command
+    gpus = bound_gpus(args.gpus, Paths.default().gpus)
+    units = [f"appliance-gpu@{number}.service" for number in gpus] or ["appliance.target"]
+    progress = Progress(quiet=args.json)
+    progress.stage(f"{verb} {' '.join(units)}")
+    argv = ["systemctl", verb, *(["--no-block"] if args.no_block else []), "--", *units]
+    try:
+        result = run_command(argv, timeout=args.timeout)
+    finally:
+        progress.finish()
+    if not result.ok:
+        raise _failure(verb, units, result, args.timeout)
+    if args.json:
+        emit_json({"schema": 1, "verb": verb, "units": units, "waited": not args.no_block})
+    else:
+        done = f"{_DONE[verb]}" if not args.no_block else f"{verb} asked for"
+        print(f"{', '.join(units)}: {done}")
+    return ExitCode.DONE
+
+
+def _failure(verb: str, units: list[str], result: Result, timeout: float) -> ApplianceError:
+    names = " ".join(units)
+    if result.timed_out:
+        return CommandTimeout(
+            f"{verb} {names}: not done after {timeout:g} s; systemd goes on with it", hint="see `appliance status`"
+        )
+    hint = f"see `systemctl status {names}` and `appliance doctor`"
+    if b"Interactive authentication required" in result.stderr or b"Access denied" in result.stderr:
+        hint = "run it as root"
+    elif b"not found" in result.stderr:
+        hint = "is the appliance installed here? see `appliance doctor --only units`"
+    return ApplianceError(f"{verb} {names}: {result.why()}", hint=hint)

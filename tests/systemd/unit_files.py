@@ -1,0 +1,80 @@
+"""Reads systemd/ for its tests, and the systemd tools that judge it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "systemd"
+UNITS = sorted(path.name for kind in ("service", "target", "slice") for path in FOLDER.glob(f"*.{kind}"))
+SERVICES = [name for name in UNITS if name.endswith(".service")]
+INSTANCES = {
+    "appliance-gpu@.service": "appliance-gpu@0.service",
+    "appliance-gateway@.service": "appliance-gateway@stable.service",
+    "appliance-report@.service": "appliance-report@appliance-gpu@0.service.service",
+}
+PYTHON = "usr/lib/appliance/current/venv/bin/python"
+
+
+@dataclass(frozen=True)
+class Setting:
+    section: str
+    key: str
+    value: str
+    commented: bool  # a comment above it, or above the run of settings it stands in
+
+
+def settings(name: str) -> list[Setting]:
+    """All settings of a unit in order."""
+    found, section, commented = [], "", False
+    for line in (FOLDER / name).read_text().splitlines():
+        if line.startswith("["):
+            section, commented = line.strip("[]"), False
+        elif line.startswith("#"):
+            commented = not line.startswith("# -- sandbox") or line.partition(". ")[2] != ""
+        elif not line.strip():
+            commented = False
+        else:
+            key, _, value = line.partition("=")
+            found.append(Setting(section, key, value, commented))
+            if key in ("PrivateDevices", "CapabilityBoundingSet"):
+                continue  # the line that follows may share its comment
+            commented = False
+    return found
+
+
+def values(name: str, key: str) -> list[str]:
+    return [setting.value for setting in settings(name) if setting.key == key]
+
+
+def tool(name: str) -> str:
+    """Path of a program of Debian's systemd package; without it the test is skipped, in CI it fails."""
+    path = shutil.which(name)
+    if path is None:
+        missing = f"{name} is not here: apt-get install systemd (it need not run)"
+        if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+            pytest.fail(missing, pytrace=False)
+        pytest.skip(missing)
+    return path
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def make_root(path: Path) -> Path:
+    """A root directory with Debian's own units (of this machine) and ours installed, and a stub for our Python."""
+    installed = path / "usr/lib/systemd/system"
+    shutil.copytree("/lib/systemd/system", installed, symlinks=True)
+    for unit in UNITS:
+        shutil.copy(FOLDER / unit, installed / unit)
+    for program in (PYTHON, "bin/kill"):
+        (path / program).parent.mkdir(parents=True, exist_ok=True)
+        (path / program).write_text("#!/bin/sh\n")
+        (path / program).chmod(0o755)
+    return path
