@@ -9,7 +9,7 @@ export PYTHON
 BIN = .venv/bin
 SETUP = $(if $(filter cuda,$(BACKEND)),setup-gpu kernels,setup)
 
-.PHONY: help demo serve test test-full test-hosts test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench lock clean
+.PHONY: help demo serve test test-full test-hosts test-gpu kernels bench bench-gpu load-gpu soak lint setup setup-dev setup-gpu setup-bench bundle ansible lint-ansible lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,18 @@ soak: setup-dev ## 20,000 small requests incl. errors, aborts, disconnects
 lint: setup-dev ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# VERSION=1.2.3+site4: another version than the tree's; GPU=1: with PyCUDA and the kernels; DEBIAN_SOURCES=FILE: apt lines
+# of Debian 12, where this machine has none.
+bundle: setup $(if $(GPU),setup-gpu kernels) ## what ansible installs: dist/appliance-VERSION-debian12-x86_64.tar (GPU=1 for hosts with GPUs)
+	@$(BIN)/python ansible/bundle $(if $(GPU),--gpu) $(if $(VERSION),--version $(VERSION)) $(if $(DEBIAN_SOURCES),--debian-sources $(DEBIAN_SOURCES))
+
+ansible: ## .venv-ansible: ansible-playbook with our collection (appliance.host.install, upgrade, drain, verify, uninstall)
+	@.ci/setup-ansible
+
+lint-ansible: ## ansible-lint (production profile), yamllint
+	@.ci/setup-ansible lint
+	@cd ansible && PATH="$(CURDIR)/.venv-ansible/bin:$$PATH" ansible-lint --offline -q && "$(CURDIR)/.venv-ansible/bin/yamllint" --strict .
+
 setup: ## the venv for demo and serve
 	@.ci/setup run
 
@@ -66,5 +78,5 @@ lock: ## write the locked requirements anew (needs uv)
 	@.ci/lock
 
 clean: ## everything that was built or installed here (models stay)
-	rm -rf .venv .venv-bench build kernels/fatbin kernels/fatbin-racecheck tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
+	rm -rf .venv .venv-bench .venv-ansible build dist ansible/.ansible kernels/fatbin kernels/fatbin-racecheck tests/gpu/probe/fatbin *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .setup.lock
 	find . -name __pycache__ -prune -exec rm -rf {} + ; find engine kernels -name '*.so' -delete

@@ -11,23 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from engine.backend import (
-    Backend,
-    Failure,
-    LoadProgress,
-    Pending,
-    StepResult,
-    StepWork,
-    create_backend,
-    phase_progress,
-)
+from engine.backend import Backend, Failure, LoadProgress, Pending, StepResult, StepWork, create_backend
 from engine.choice import Choice
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
@@ -113,15 +104,15 @@ class Engine:
         )  # fmt: skip
         try:
             engine = cls(config, model, backend, load_seconds=load_seconds)
-            engine.warm_up(phase_progress(progress, "warm-up"))
+            engine.warm_up(progress)
         except BaseException:
             backend.close()
             raise
         return engine
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: LoadProgress | None = None) -> None:
         """Compute something before anybody is told that we are ready. ConfigError when the model answers NaN."""
-        self.backend.warm_up(progress)
+        self.backend.warm_up(partial(progress, "warm-up") if progress is not None else None)
         limits = self.scheduler.config
         prompt_ids = [0] * min(self.max_model_len, limits.prefill_chunk + 1)
         started = time.monotonic()

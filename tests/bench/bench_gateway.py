@@ -1,12 +1,13 @@
 """What the gateway costs: added latency, relayed tokens a second, idle memory.
 
 `python -m tests.bench.bench_gateway [--streams 64] [--seconds 3] [--json]`. The engine here is a fast fake on a Unix
-socket: every tick it writes one event to each open stream, so the gateway reads every token on its own, which is the
-worst case (a real engine joins tokens under load). Engine, gateway and client are processes of their own. On a machine
-with fewer cores than processes the wall rate says little; CPU microseconds a token say what one core can relay.
+socket: every tick it writes one event to each open stream. Engine, gateway and client are processes of their own; on a
+machine with fewer cores than processes the wall rate says little, CPU time a token says what one core can relay.
   added     unary request through the gateway minus the same on the engine's socket, alternating, one at a time
-  relay     tokens a second through 1, 2 and 4 workers, and the workers' CPU time a token
-  peer      the same relay written with aiohttp.ClientSession and StreamResponse.write
+  relay     as fast as it goes, through 1, 2 and 4 workers: reads then take several tokens at once
+  lockstep  CPU time a token where every token is read and written on its own, which is the most one can cost: engine,
+            relay and client in one process, one token to each stream a round, less the same without a relay
+  peer      the same two with a relay of aiohttp.ClientSession and StreamResponse.write
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from aiohttp import web
 
 from appliance.paths import Paths
 from engine.spawn import python_env, python_module
-from tests.appliance.gateway.world import Host
+from tests.appliance.gateway.world import Host, fronted
 
 EVENT = (
     b'id: 0:123.0.1.-.0123456789abcdef\ndata: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":'
@@ -46,6 +47,7 @@ HEAD = (
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"ok":true}'
+FAST, STEPPED = "/v1/completions", "/generate"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2000}]}).encode()
 
 
@@ -57,9 +59,11 @@ def request(path: str, body: bytes) -> bytes:
 
 
 class FastEngine(asyncio.Protocol):
-    """/v1/completions streams until the client goes; everything else is answered at once."""
+    """/v1/completions streams as fast as it can, /generate one token a `tick`, both until the client goes; everything
+    else is answered at once."""
 
-    streams: set[asyncio.Transport] = set()  # noqa: RUF012  # one process, one engine
+    fast: set[asyncio.Transport] = set()  # noqa: RUF012  # one process, one engine
+    stepped: set[asyncio.Transport] = set()  # noqa: RUF012
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport, self.buffer = cast(asyncio.Transport, transport), b""
@@ -74,22 +78,26 @@ class FastEngine(asyncio.Protocol):
         self.buffer = b""
         if head.startswith(b"POST /v1/completions"):
             self.transport.write(HEAD)
-            self.streams.add(self.transport)
+            self.fast.add(self.transport)
+        elif head.startswith(b"POST /generate"):
+            self.transport.write(HEAD)
+            self.stepped.add(self.transport)
         else:
             self.transport.write(ANSWER)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.streams.discard(self.transport)
+        self.fast.discard(self.transport)
+        self.stepped.discard(self.transport)
 
 
 async def run_engine(path: str) -> None:
     loop = asyncio.get_running_loop()
     await loop.create_unix_server(FastEngine, path)
     while True:
-        for transport in list(FastEngine.streams):
+        for transport in list(FastEngine.fast):
             if transport.get_write_buffer_size() < 1 << 16:
                 transport.write(CHUNK)
-        await asyncio.sleep(0 if FastEngine.streams else 0.01)
+        await asyncio.sleep(0 if FastEngine.fast else 0.01)
 
 
 # ---- the peer: the same relay with aiohttp's client ----------------------------------------------------------------
@@ -122,7 +130,7 @@ async def run_client(port: int, streams: int, seconds: float) -> None:
     async def one() -> None:
         nonlocal counted
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request("/v1/completions", b"{}"))
+        writer.write(request(FAST, b"{}"))
         while data := await reader.read(1 << 16):
             if running:
                 counted += data.count(b"data: ")
@@ -221,7 +229,9 @@ def pss_mib(root: psutil.Process) -> float:
     return sum(p.memory_full_info().pss for p in family(root)) / 2**20
 
 
-async def measure_relay(port: int, root: psutil.Process, args: argparse.Namespace) -> dict[str, float]:
+async def measure_relay(
+    port: int, root: psutil.Process, args: argparse.Namespace, path: str = FAST
+) -> dict[str, float]:
     client = await asyncio.create_subprocess_exec(
         *python_module("tests.bench.bench_gateway"), "--role", "client", "--port", str(port),
         "--streams", str(args.streams), "--seconds", str(args.seconds), env=python_env(), stdout=subprocess.PIPE,
@@ -275,10 +285,80 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             peer_port = free_port()
             with process("--role", "peer", "--uds", socket_path, "--port", str(peer_port)) as peer:
                 await asyncio.sleep(1.0)
-                result["peer"] = await measure_relay(peer_port, psutil.Process(peer.pid), args)
+                result["relay"]["peer"] = await measure_relay(peer_port, psutil.Process(peer.pid), args)
             async with gateway(root, 1) as (_, stable), gateway(root, 1, "canary") as (_, canary):
                 result["idle_pss_mib"] = {"stable": round(pss_mib(stable), 1), "canary": round(pss_mib(canary), 1)}
+    result["lockstep_us_per_token"] = await measure_lockstep(args.streams)
     return result
+
+
+class Counting(asyncio.Protocol):
+    """A client of one stream."""
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self._arrived = arrived
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(request(STEPPED, b"{}"))
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived(data.count(b"data: "))
+
+
+async def lockstep(connect: Callable[[Callable[[], Counting]], Any], streams: int, rounds: int) -> float:
+    """CPU seconds of this process a token."""
+    left, done = 0, asyncio.Event()
+
+    def arrived(count: int) -> None:
+        nonlocal left
+        left -= count
+        if left <= 0:
+            done.set()
+
+    async def round_() -> None:
+        nonlocal left
+        done.clear()
+        left = len(FastEngine.stepped)
+        for engine_side in list(FastEngine.stepped):
+            engine_side.write(CHUNK)
+        await done.wait()
+
+    clients = [(await connect(lambda: Counting(arrived)))[0] for _ in range(streams)]
+    while len(FastEngine.stepped) < streams:
+        await asyncio.sleep(0.01)
+    for _ in range(20):
+        await round_()
+    began = time.process_time()
+    for _ in range(rounds):
+        await round_()
+    cost = (time.process_time() - began) / (rounds * streams)
+    for transport in (*clients, *FastEngine.stepped):
+        transport.abort()
+    while FastEngine.stepped:
+        await asyncio.sleep(0.01)
+    return cost
+
+
+async def measure_lockstep(streams: int, rounds: int = 300) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        host = Host(Paths.under(Path(directory)))
+        host.point("stable", "r1")
+        path = str(host.paths.engine_socket(0, "r1"))
+        Path(path).parent.mkdir(parents=True)
+        server = await loop.create_unix_server(FastEngine, path)
+        host.report(0, "r1")
+        peer_port = free_port()
+        peer = loop.create_task(run_peer(path, peer_port))
+        async with fronted(host, drain_timeout=0.1) as front:
+            through = await lockstep(
+                lambda make: loop.create_connection(make, "127.0.0.1", front.port), streams, rounds
+            )
+            other = await lockstep(lambda make: loop.create_connection(make, "127.0.0.1", peer_port), streams, rounds)
+            direct = await lockstep(lambda make: loop.create_unix_connection(make, path), streams, rounds)
+        peer.cancel()
+        server.close()
+    return {"gateway": round((through - direct) * 1e6, 2), "peer": round((other - direct) * 1e6, 2)}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -287,11 +367,13 @@ def show(result: dict[str, Any]) -> None:
     for label in ("p50", "p99"):
         values = [f"{name} {added[f'{name}_ms_{label}']:.3f}" for name in ("direct", "gateway", "added")]
         print(f"  unary request, {label}, ms: " + "  ".join(values))
-    for name, row in [*((f"{n} worker(s)", row) for n, row in result["relay"].items()), ("peer", result["peer"])]:
+    for name, row in result["relay"].items():
         print(
-            f"  relay, {name:12} {row['tokens_per_second']:8} tokens/s on {row['cores_used']} cores, "
-            f"{row['cpu_us_per_token']} us of CPU a token = {1e6 / row['cpu_us_per_token']:.0f} a core"
+            f"  relay, {name if name == 'peer' else name + ' worker(s)':12} {row['tokens_per_second']:8} tokens/s on "
+            f"{row['cores_used']} cores, {row['cpu_us_per_token']} us of CPU a token"
         )
+    for name, cost in result["lockstep_us_per_token"].items():
+        print(f"  lockstep, {name:9} {cost:8} us of CPU a token = {1e6 / cost:.0f} tokens/s a core")
     print("  idle PSS, MiB: " + "  ".join(f"{slot} {size}" for slot, size in result["idle_pss_mib"].items()))
 
 

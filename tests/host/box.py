@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Any
 
+from tests.host.box_init import remove_cgroup
 from tests.host.evidence import Evidence
 from tests.host.roots import HostError, Recipe, cache_directory
 
@@ -97,6 +98,7 @@ class Box:
     def start(self, timeout: float = BOOT_SECONDS) -> Box:
         """Boots it; returns once systemd says `running`, else HostError with the failed units and the journal."""
         deadline = time.monotonic() + timeout
+        remove_abandoned()
         self.number, number_socket = _take_number()
         self.cgroup = cgroup2_mount() / f"appliance-box-{self.number}"
         net = self._addresses() if self._network else None
@@ -312,17 +314,32 @@ def _bind_entry(entry: str | os.PathLike[str] | tuple[Any, ...]) -> tuple[str, s
     return str(source.resolve()), target, rest[1:] == ["rw"]
 
 
+def _hold(number: int) -> socket.socket | None:
+    """The number of a box, unless a living one has it: an abstract socket, which the kernel frees with its holder."""
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0appliance-test-box-{number}")
+    except OSError:
+        holder.close()
+        return None
+    return holder
+
+
 def _take_number() -> tuple[int, socket.socket]:
-    """A number no living box on this machine has, held by an abstract socket: the kernel frees it with its holder."""
     for number in range(NUMBERS):
-        holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            holder.bind(f"\0appliance-test-box-{number}")
-        except OSError:
-            holder.close()
-            continue
-        return number, holder
+        if holder := _hold(number):
+            return number, holder
     raise HostError(f"all {NUMBERS} boxes are in use")
+
+
+def remove_abandoned() -> None:
+    """What boxes left whose parent was killed: an empty cgroup and a mount point."""
+    boxes = cache_directory() / "boxes"
+    for scratch in boxes.iterdir() if boxes.is_dir() else ():
+        if holder := _hold(int(scratch.name)):
+            with holder:
+                remove_cgroup(cgroup2_mount() / f"appliance-box-{scratch.name}")
+                scratch.rmdir()
 
 
 def cgroup2_mount() -> Path:

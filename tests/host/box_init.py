@@ -3,7 +3,7 @@
 `python -m tests.host.box_init SPEC` (JSON, see box.py:Box). It lives until its stdin closes, the test process dies or
 systemd ends. Then it kills pid 1, by which the kernel kills everything in the box, frees its mounts and its network,
 and removes the cgroup and the mount point. Should it be killed itself, pid 1 dies with it (PR_SET_PDEATHSIG), and the
-next box of the same number removes what is left.
+next box removes what is left (box.py:remove_abandoned).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def main() -> int:
     if os.getppid() != spec["parent"]:
         return 1  # it died before the line above: the number means somebody else
     cgroup, scratch = Path(spec["cgroup"]), Path(spec["scratch"])
-    remove_cgroup(cgroup)  # of a box whose parent was killed
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     pid = 0
     try:

@@ -263,11 +263,9 @@ def test_nothing_is_left_after_sigkill(box_root: Path, victim: str) -> None:
         eventually(lambda: gone(int(pid)), "systemd lives on")
         holder.kill()
     eventually(lambda: gone(int(parent)), "the box's parent lives on")
-    if victim == "box parent":  # nobody was there to clean up; the next box of that number does
+    if victim == "box parent":  # nobody was there to clean up; the next box does
         with Box(box_root) as box:
-            assert box.number <= int(number)
-            if box.number != int(number):
-                pytest.skip("another test took a lower number")
+            pass
         check_nothing_left(box)
     eventually(lambda: not traces(int(number), Path(cgroup)), str(traces(int(number), Path(cgroup))))
 

@@ -10,6 +10,7 @@ Call order: Machine.start -> vm_guard.py (owns qemu and the files) -> boot -> ss
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from tests.host import qemu, vm_booted
 from tests.host.evidence import Evidence
@@ -78,20 +79,24 @@ class Machine:
         """A fresh disk, switched on; returns when ssh works."""
         self.image = self._image.directory()
         woken = None if self._cold else vm_booted.find(self._image, self._options)
-        machines = cache_directory() / "machines"
-        machines.mkdir(exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(dir=machines))
-        self._sockets = Path(tempfile.mkdtemp(prefix="appliance-vm-", dir="/tmp"))  # unix(7): 108 characters at most
+        remove_abandoned()
+        self.directory = Path(tempfile.mkdtemp(dir=_machines()))
+        lock = _lock(self.directory)
+        assert lock
+        self._sockets = _sockets(self.directory)
+        self._sockets.mkdir(mode=0o700)
         self._qmp = self._sockets / "qmp"
         command = qemu.command_line(self.image, self.directory, self._qmp, **self._options)  # type: ignore[arg-type]
         spec = {
             "parent": os.getpid(), "command": command, "log": str(self.directory / "qemu.log"),
-            "directories": [str(self.directory), str(self._sockets)],
+            "directories": [str(self._sockets), str(self.directory)], "lock": lock.fileno(),
         }  # fmt: skip
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "tests.host.vm_guard", json.dumps(spec)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_CHECKOUT, start_new_session=True,
-        )  # fmt: skip
+        with lock:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "tests.host.vm_guard", json.dumps(spec)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_CHECKOUT, start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )  # fmt: skip
         self.evidence.live()
         try:
             base = woken / "disk.qcow2" if woken else self.image / "disk.raw"
@@ -243,9 +248,8 @@ class Machine:
         host = {
             "ansible_host": HOST_ALIAS, "ansible_user": user, "ansible_become": user != "root",
             "ansible_python_interpreter": "/usr/bin/python3",
-            # Ansible's own ControlPath option would win over the file's and open a second connection.
-            "ansible_ssh_args": f"-F {shlex.quote(str(self.ssh_config))}",
-            "ansible_control_path": f"{self._sockets}/%%r", **variables,
+            # In place of Ansible's own arguments, which would open a second connection.
+            "ansible_ssh_args": f"-F {shlex.quote(str(self.ssh_config))}", **variables,
         }  # fmt: skip
         path.write_text(json.dumps({"gpu_hosts": {"hosts": {"gpuhost": host}}}, indent=1) + "\n")
         return path
@@ -362,6 +366,41 @@ class Machine:
     def _last_words(self) -> str:
         console = self._read("console")[-4000:]
         return f"{console}\n{self.journal(lines=200) if self.alive() else '(switched off)'}"
+
+
+def _machines() -> Path:
+    path = cache_directory() / "machines"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def _sockets(directory: Path) -> Path:
+    """A short path: unix(7) allows 108 characters, and ssh adds some."""
+    return Path("/tmp", f"appliance-vm-{directory.name}")
+
+
+def _lock(directory: Path, flags: str = "x") -> IO[str] | None:
+    """Held by the guard as long as the machine lives; None if it is."""
+    lock = (directory / "lock").open(flags)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def remove_abandoned() -> None:
+    """The files of machines whose guard was killed."""
+    for directory in _machines().iterdir():
+        try:
+            lock = _lock(directory, "r+")
+        except FileNotFoundError:
+            continue  # it is being made, or removed, just now
+        if lock:
+            with lock:
+                shutil.rmtree(_sockets(directory), ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check(*command: str) -> None:

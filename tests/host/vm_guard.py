@@ -22,6 +22,7 @@ from tests.host import linux
 
 def main() -> int:
     spec: dict[str, Any] = json.loads(sys.argv[1])
+    os.set_inheritable(spec["lock"], False)  # held as long as this process lives: vm.py:remove_abandoned
     parent = os.pidfd_open(spec["parent"])
     if os.getppid() != spec["parent"]:
         return 1  # it died before the line above: the number means somebody else

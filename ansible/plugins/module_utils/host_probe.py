@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp shows it
-_LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-_ANY = {"00000000", "0" * 32}
+_OUR_SERVICE = re.compile(r"appliance-(gpu|gateway)@[^/]+\.service")
+_MAPPED_VERSION = re.compile(r" /usr/lib/appliance/([^/\n]+)/")
 
 
 def read_text(path: Path, limit: int = 1 << 20) -> str | None:
@@ -82,10 +82,16 @@ def _owners(root: Path, inodes: set[str]) -> list[tuple[str, str]]:
         if not directory.name.isdecimal():
             continue
         try:
-            links = [os.readlink(entry) for entry in (directory / "fd").iterdir()]
+            entries = list((directory / "fd").iterdir())
         except OSError:
             continue  # it ended meanwhile
-        found += [(directory.name, link[8:-1]) for link in links if link[:8] == "socket:[" and link[8:-1] in inodes]
+        for entry in entries:
+            try:
+                link = os.readlink(entry)
+            except OSError:
+                continue  # closed meanwhile; its other files still count
+            if link.startswith("socket:[") and link[8:-1] in inodes:
+                found.append((directory.name, link[8:-1]))
     return found
 
 
@@ -94,6 +100,18 @@ def _unit(root: Path, pid: str) -> str | None:
     text = read_text(root / "proc" / pid / "cgroup") or ""
     names = [name for name in text.strip().split("/") if name.endswith((".service", ".scope"))]
     return names[-1] if names else None
+
+
+def running_versions(root: Path) -> dict[str, set[str]]:
+    """Unit -> versions of the code that its processes have mapped, for launchers and gateways. Engines are in scopes of
+    their own and run the version of their release."""
+    found: dict[str, set[str]] = {}
+    for directory in (root / "proc").iterdir():
+        unit = _unit(root, directory.name) if directory.name.isdecimal() else None
+        if unit and _OUR_SERVICE.fullmatch(unit):
+            maps = read_text(directory / "maps", 16 << 20) or ""
+            found.setdefault(unit, set()).update(_MAPPED_VERSION.findall(maps))
+    return found
 
 
 def slots(root: Path) -> list[int]:

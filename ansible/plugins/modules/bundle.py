@@ -12,7 +12,7 @@ description:
   - Brings a bundle made by C(make bundle) onto the host and makes its version the one that runs.
   - The bundle is copied only where its version is not there yet. Nothing is fetched from a network.
   - A version is built aside and appears by one rename; a run that was interrupted can simply be repeated.
-  - Services are not touched; use the return values to restart them.
+  - Services are not restarted; RV(stale_units) are those that have to be.
 version_added: 0.1.0
 author: LLM appliance maintainers (@appliance)
 options:
@@ -65,7 +65,12 @@ was: {description: The version that ran before this task., type: str, returned: 
 previous: {description: The version that ran before the current one., type: str, returned: always}
 versions: {description: What is installed., type: list, elements: str, returned: always}
 steps: {description: What was done, or would be., type: list, elements: str, returned: always}
-code_changed: {description: Other code than before will run., type: bool, returned: always}
+code_changed: {description: Units run other code than what is installed now., type: bool, returned: always}
+stale_units:
+  description: Units that have to be restarted for that, also those that an earlier run left behind.
+  type: list
+  elements: str
+  returned: always
 units_changed: {description: Units other than before., type: bool, returned: always}
 need_bundle: {description: For the action plugin; the bundle has to be copied., type: bool, returned: always}
 """
@@ -74,6 +79,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.appliance.host.plugins.module_utils import host_probe
 from ansible_collections.appliance.host.plugins.module_utils.host_commands import (
     build_version,
     install_packages,
@@ -129,9 +135,10 @@ def run(module: AnsibleModule, host: Installation) -> dict[str, Any]:
     missing = [package for package in manifest["packages"] if package["name"] not in there]
     prune = _unneeded(module.params["keep_versions"], state)
     plan = host.plan(state, data, activate=wanted == "active", missing_packages=missing, prune=prune)
-    steps = plan.lines(manifest["version"])
-    result = _result(state, state, steps) | {"diff": _diff(state.current, steps)}
-    result["code_changed"] = plan.switch
+    stale = _stale_units(manifest["version"]) if wanted == "active" else []
+    steps = [*plan.lines(manifest["version"]), *(f"restart {unit}" for unit in stale)]
+    result = _result(state, state, steps) | {"diff": _diff(state.current, steps), "stale_units": stale}
+    result["code_changed"] = plan.switch or bool(stale)
     result["units_changed"] = any("/systemd/" in name for name in (*plan.write, *plan.remove))
     source = module.params["src"]
     if not plan or module.check_mode:
@@ -152,7 +159,7 @@ def _apply(module: AnsibleModule, host: Installation, state: State, plan: Plan, 
 
     def packages(unpacked: Path) -> None:
         if plan.install_packages:  # recorded first: an uninstall must know of them, whatever happens next
-            host.remember(state, _recorded(host, state, manifest), names)
+            host.remember(state, manifest, names, before=True)
             install_packages(run_command, unpacked, plan.install_packages)
 
     if plan.build:
@@ -161,6 +168,7 @@ def _apply(module: AnsibleModule, host: Installation, state: State, plan: Plan, 
         with host.unpacked(source, data) as unpacked:
             packages(unpacked)
     if module.params["state"] == "active":
+        host.remember(state, manifest, names, before=True)
         host.apply_files(plan, manifest)
         settle(run_command, [*plan.write, *plan.remove])
         if plan.switch:
@@ -169,11 +177,11 @@ def _apply(module: AnsibleModule, host: Installation, state: State, plan: Plan, 
         host.prune(plan.prune)
 
 
-def _recorded(host: Installation, state: State, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest whose files are in place now: the current version's, or none of them yet."""
-    if state.current:
-        return parse_manifest(host.manifest_of(state.current))
-    return {**manifest, "files": {}, "host_links": {}}
+def _stale_units(version: str) -> list[str]:
+    """Not only those that this run makes stale: a run that broke off between the switch and the restarts must not leave
+    old code running for ever."""
+    running = host_probe.running_versions(Path("/"))
+    return sorted(unit for unit, versions in running.items() if versions - {version})
 
 
 def _unneeded(keep: list[str] | None, state: State) -> list[str]:
@@ -199,7 +207,7 @@ def _remove(module: AnsibleModule, host: Installation, state: State) -> dict[str
 
 
 def _result(before: State, after: State, steps: list[str]) -> dict[str, Any]:
-    quiet = {"code_changed": False, "units_changed": False, "need_bundle": False}
+    quiet: dict[str, Any] = {"code_changed": False, "units_changed": False, "need_bundle": False, "stale_units": []}
     return {"changed": bool(steps), "was": before.current, "steps": steps, **quiet, **_versions(after)}
 
 

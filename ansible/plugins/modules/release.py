@@ -116,7 +116,7 @@ def main() -> None:
         if there is None:
             result["changed"] |= bool(_run(module, _add(params))["changed"])
         if result["used"]:
-            _run(module, ["release", "use", name, "--slot", slot])
+            _run(module, ["release", "use", name, "--slot", slot, "--quiet"])
         releases = _run(module, ["release", "list"])["releases"] if result["changed"] else releases
     module.exit_json(releases=releases, **result)
 
@@ -140,7 +140,7 @@ def difference(release: dict[str, Any], params: dict[str, Any]) -> str | None:
 
 
 def _add(params: dict[str, Any]) -> list[str]:
-    command = ["release", "add", params["name"], "--model", params["model"], "--golden", params["golden"]]
+    command = ["release", "add", params["name"], "--quiet", "--model", params["model"], "--golden", params["golden"]]
     command += ["--model-name", params["model_name"]] if params["model_name"] else []
     command += ["--link"] if params["link"] else []
     command += [word for key, value in sorted(params["options"].items()) for word in ("--option", f"{key}={value}")]

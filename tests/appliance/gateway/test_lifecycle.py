@@ -122,6 +122,10 @@ async def test_a_state_file_that_cannot_be_read_changes_nothing(host, front):
         path.write_text(text)
         await asyncio.sleep(0.25)
         assert (await gateway.post())[0] == 200, text
+    host.report(0, "r9", state="failed", admitted=False, socket=None, pid=None, model=None, engine_version=None)
+    await asyncio.sleep(0.25)
+    assert (await gateway.post())[0] == 200
+    assert await gateway.metric("appliance_engine_state", gpu="0", release="r9", state="failed") == 1
     path.unlink()  # the launcher ended in order
     await asyncio.sleep(0.25)
     assert (await gateway.get("/readyz"))[0] == 503

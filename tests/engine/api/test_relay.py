@@ -148,6 +148,20 @@ async def test_the_usage_event_has_a_state_of_its_own(tmp_path, resume, fine):
     assert not fine or rest == "data: [DONE]\n\n"
 
 
+async def test_the_largest_request_can_be_resumed(tmp_path):
+    """As many choices as a request may have: the header still fits into what the server reads as a header."""
+    body = BODY | {"prompt": ["x" * 100] * 8, "n": 16, "logprobs": 2, "echo": True, "max_tokens": 3}
+    async with on_unix_socket(tmp_path) as (_, http):
+        _, _, text = await ask(http, COMPLETIONS, body, PINNED)
+        last = dict(re.findall("^id: ([0-9]+):(.*)$", text, re.M))
+        assert len(last) == 128
+        value = ",".join(f"{index}:{state}" for index, state in last.items())
+        status, _, rest = await ask(http, COMPLETIONS, body, PINNED | {"X-Appliance-Resume": value})
+    assert (status, rest) == (200, "data: [DONE]\n\n")
+    worst = ",".join(f"127:99999999.999999.3.999999.{NOTHING}" for _ in range(128))
+    assert len(worst) < 8190  # aiohttp's limit, for the longest contexts there are
+
+
 async def test_resume_needs_a_stream(tmp_path):
     headers = PINNED | {"X-Appliance-Resume": ""}
     async with on_unix_socket(tmp_path) as (client, http):
