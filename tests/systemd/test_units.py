@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from unit_files import FOLDER, INSTANCES, SERVICES, UNITS, make_root, run, settings, values
-
-from tests.programs import need
+from unit_files import FOLDER, INSTANCES, SERVICES, UNITS, make_root, run, settings, tool, values
 
 # systemd-analyze security of systemd 252; also in systemd/README.md. The gateway's limit is 2.0.
 SCORES = {
@@ -34,15 +32,13 @@ NVIDIA = ("nvidia-persistenced.service", "nvidia-fabricmanager.service")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need("systemd-analyze", "systemd")
+    tool("systemd-analyze")
     return make_root(tmp_path_factory.mktemp("root"))
 
 
 def verify(root: Path, unit: str) -> subprocess.CompletedProcess[str]:
     path = root / "usr/lib/systemd/system" / INSTANCES.get(unit, unit)
-    return run(
-        need("systemd-analyze", "systemd"), "verify", f"--root={root}", "--recursive-errors=no", "--man=no", path
-    )
+    return run(tool("systemd-analyze"), "verify", f"--root={root}", "--recursive-errors=no", "--man=no", path)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -71,7 +67,7 @@ def test_what_systemd_would_ignore_is_found(tmp_path: Path, right: str, wrong: s
 
 @pytest.mark.parametrize("unit", SERVICES)
 def test_security_score(unit: str) -> None:
-    command = (need("systemd-analyze", "systemd"), "security", "--offline=true", f"--threshold={SCORES[unit] * 10:.0f}")
+    command = (tool("systemd-analyze"), "security", "--offline=true", f"--threshold={SCORES[unit] * 10:.0f}")
     result = run(*command, FOLDER / unit)
     assert result.returncode == 0, result.stdout
     measured = re.search(r"exposure level for \S+: (\d+\.\d)", result.stdout)
@@ -206,7 +202,7 @@ def test_every_service_has_a_name_in_the_journal_and_takes_the_admins_environmen
 def test_json_of_the_security_report_names_no_surprise() -> None:
     """What is open in the gateway, by systemd's names: exactly these."""
     unit = FOLDER / "appliance-gateway@.service"
-    result = run(need("systemd-analyze", "systemd"), "security", "--offline=true", "--json=short", unit)
+    result = run(tool("systemd-analyze"), "security", "--offline=true", "--json=short", unit)
     open_ = {entry["json_field"] for entry in json.loads(result.stdout) if entry["set"] is False and entry["exposure"]}
     assert open_ == {
         "RemoveIPC", "RootDirectoryOrRootImage", "PrivateDevices", "RestrictAddressFamilies_AF_UNIX",

@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.programs import need
+
 FOLDER = Path(__file__).parents[2] / "systemd"
 UNITS = sorted(path.name for kind in ("service", "target", "slice") for path in FOLDER.glob(f"*.{kind}"))
 SERVICES = [name for name in UNITS if name.endswith(".service")]
@@ -47,6 +49,11 @@ def settings(name: str) -> list[Setting]:
 
 def values(name: str, key: str) -> list[str]:
     return [setting.value for setting in settings(name) if setting.key == key]
+
+
+def tool(name: str) -> str:
+    """Path of a program of Debian's package systemd (which need not run)."""
+    return need(name, "systemd")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
