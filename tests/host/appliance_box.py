@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,22 @@ arguments = ["--threads", "1", "--kv-tokens", "4096"]
 """
 
 
+BIND = ((CHECKOUT, CODE), (sysconfig.get_path("purelib"), SITE))
+"""For Box: our code and its packages inside."""
+
+
+def why_not_here() -> str | None:
+    """Why the box's Python cannot load our compiled parts; None if it can."""
+    if sys.version_info[:2] == (3, 11):
+        return None
+    return "the box has Debian 12's Python 3.11, our compiled parts here are for another version"
+
+
 def boot_options() -> dict[str, Any]:
-    """For Box: our code and its packages inside; skips where the box's Python cannot load our compiled parts."""
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("the box has Debian 12's Python 3.11, our compiled parts here are for another version")
-    return {"bind": [(CHECKOUT, CODE), (sysconfig.get_path("purelib"), SITE)], "network": False}
+    """For Box, in a test: skips where our code cannot run inside."""
+    if reason := why_not_here():
+        pytest.skip(reason)
+    return {"bind": BIND, "network": False}
 
 
 def units(slots: int = 1) -> tuple[str, ...]:
@@ -97,6 +107,3 @@ def use(box: Box, release: str, slot: str = "stable") -> None:
 def stop(box: Box) -> None:
     """`appliance stop`: returns when all of it has ended."""
     box.run([PYTHON, "-P", "-m", "appliance", "stop"], timeout=150)
-
-
-NewBox = Callable[..., Box]
