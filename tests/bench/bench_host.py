@@ -1,6 +1,6 @@
 """What the stack costs without a model: time until all of it is up, and its idle memory. In the box, as root.
 
-`python -m tests.bench.bench_host [--json] [--times 5]`. The shipped units, backend "cpu", no release, 1 and 3 GPU slots.
+`python -m tests.bench.bench_host [--json] [--times 5]`. The shipped units, backend "cpu", no release, 1 and 3 slots.
   up      seconds from `systemctl start appliance.target` until it returns, with every unit active (launchers and
           gateways have said READY); the best of --times, and the CPU seconds that launchers and gateways had used
   PSS     smaps_rollup of launchers and gateways, MiB, twenty seconds later; per further GPU: (3 slots - 1 slot) / 2
@@ -92,10 +92,8 @@ def show(result: dict[str, Any]) -> None:
     print("host, no release, backend cpu")
     for slots in SLOTS:
         row = result[f"{slots} slots"]
-        print(
-            f"  {slots} slot(s): up in {row['up_seconds_best']} s ({row['cpu_seconds']} s of CPU), launchers and gateways "
-            f"{row['pss_mib_total']} MiB PSS"
-        )
+        took = f"up in {row['up_seconds_best']} s ({row['cpu_seconds']} s of CPU)"
+        print(f"  {slots} slot(s): {took}, launchers and gateways {row['pss_mib_total']} MiB PSS")
     print(f"  each further GPU: {result['pss_mib_per_further_gpu']} MiB PSS")
 
 
