@@ -22,7 +22,8 @@ import msgspec
 from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Connection, Pool, UpstreamError
 from appliance.log import ApplianceError
-from appliance.paths import RELEASE_NAME, Paths
+from appliance.paths import Paths
+from appliance.slots import SlotError, pointer
 from appliance.statefile import read_state
 from engine.log import log_event
 
@@ -108,6 +109,7 @@ class Engines:
         self.draining: str | None = None  # reason of a host drain
         self.load: Load | None = None  # shared with other workers, where there are any
         self._paths = paths
+        self._pointer_error: str | None = None
         self._before: list[str] = []  # releases of the pointer before this one, newest first
         self._engines: dict[tuple[int, str, str | None, int | None], Engine] = {}
         self._stamps: dict[int, tuple[int, int, int]] = {}
@@ -212,7 +214,14 @@ class Engines:
             self.notify()
 
     def _poll_pointer(self) -> bool:
-        name = read_pointer(self._paths, self.slot)
+        try:
+            name = pointer(self._paths, self.slot)
+            self._pointer_error = None
+        except SlotError as error:  # what serves goes on, here as in the launchers
+            if error.message != self._pointer_error:
+                self._pointer_error = error.message
+                log_event(logger, logging.ERROR, "slot_not_read", slot=self.slot, error=error.message)
+            return False
         if name == self.release:
             return False
         if self.release is not None:
@@ -320,15 +329,6 @@ async def _answers(pool: Pool) -> bool:
     except (UpstreamError, TimeoutError):
         return False
     return True
-
-
-def read_pointer(paths: Paths, slot: str) -> str | None:
-    """The release that a slot's pointer names, or None."""
-    try:
-        name = os.path.basename(os.readlink(paths.slot_pointer(slot)))
-    except OSError:
-        return None
-    return name if RELEASE_NAME.fullmatch(name) else None
 
 
 def _gpus(run: Path) -> list[int]:

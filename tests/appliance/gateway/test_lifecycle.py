@@ -142,6 +142,18 @@ async def test_a_pointer_that_leads_elsewhere_is_no_release(host, front, bad):
     assert (status, body["error"]["code"]) in ((503, "no_release"), (503, "no_engine"))
 
 
+async def test_a_pointer_that_breaks_stops_nobody(host, front):
+    """As in the launchers, which keep the engine."""
+    await host.engine()
+    gateway = await front()
+    pointer = host.paths.slot_pointer("stable")
+    pointer.unlink()
+    pointer.write_text("a file")
+    await asyncio.sleep(0.25)
+    assert (await gateway.post())[0] == 200
+    assert (await gateway.get("/readyz"))[0] == 200
+
+
 # ---- metrics -------------------------------------------------------------------------------------------------------
 
 
