@@ -118,7 +118,7 @@ def test_preflight_names_the_fix_and_changes_nothing(server: Server) -> None:
     server.before, server.packages_before = server.listing(), server.packages()
     play = server.controller.play
     refused(play("install", appliance_config={}), "No NVIDIA GPU is on the PCI bus", "gpus: {backend: cpu}")
-    refused(play("install", appliance_min_free_gb=900000), "GB free, 900000.0 GB are needed", "mount a larger disk")
+    refused(play("install", appliance_min_free_gb=900000), "GB free, 900000 GB are needed", "mount a larger disk")
     refused(play("install", appliance_require_controllers=["cpu", "nosuch"]), "Without", "would be without effect")
     refused(play("install", appliance_api_keys=[{"label": "x", "key": "short"}]), "censored")
     refused(play("install", appliance_ready_timeout=1), "Timeouts are positive seconds")
@@ -137,10 +137,9 @@ def test_a_damaged_bundle_is_refused(server: Server, tmp_path: Path) -> None:
     data = bytearray(server.bundles["old"].read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused_later = server.controller.play("install", appliance_bundle=str(damaged))
-    assert refused_later.status != 0 and "SHA-256" in refused_later.output, refused_later.output[-3000:]
-    assert not [line for line in hosts.boiled_down(server.before, server.listing()) if "/usr/lib/appliance/." not in line
-                and line != "+ /usr/lib/appliance"]  # fmt: skip
+    play = server.controller.play("install", appliance_bundle=str(damaged))
+    assert play.status != 0 and "SHA-256" in play.output, play.output[-3000:]
+    assert not hosts.boiled_down(server.before, server.listing()), "what it had begun is gone"
     damaged.with_name(damaged.name + ".sha256").write_text(f"{'0' * 64}  {damaged.name}\n")
     refused(server.controller.play("install", appliance_bundle=str(damaged)), "is not what", "copy it again")
 
