@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +120,7 @@ def test_preflight_names_the_fix_and_changes_nothing(server: Server) -> None:
     server.before, server.packages_before = server.listing(), server.packages()
     play = server.controller.play
     refused(play("install", appliance_config={}), "No NVIDIA GPU is on the PCI bus", "gpus: {backend: cpu}")
-    refused(play("install", appliance_min_free_gb=900000), "GB free, 900000.0 GB are needed", "mount a larger disk")
+    refused(play("install", appliance_min_free_gb=900000), "GB free, 900000 GB are needed", "mount a larger disk")
     refused(play("install", appliance_require_controllers=["cpu", "nosuch"]), "Without", "would be without effect")
     refused(play("install", appliance_api_keys=[{"label": "x", "key": "short"}]), "censored")
     refused(play("install", appliance_ready_timeout=1), "Timeouts are positive seconds")
@@ -137,10 +139,9 @@ def test_a_damaged_bundle_is_refused(server: Server, tmp_path: Path) -> None:
     data = bytearray(server.bundles["old"].read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused_later = server.controller.play("install", appliance_bundle=str(damaged))
-    assert refused_later.status != 0 and "SHA-256" in refused_later.output, refused_later.output[-3000:]
-    assert not [line for line in hosts.boiled_down(server.before, server.listing()) if "/usr/lib/appliance/." not in line
-                and line != "+ /usr/lib/appliance"]  # fmt: skip
+    play = server.controller.play("install", appliance_bundle=str(damaged))
+    assert play.status != 0 and "SHA-256" in play.output, play.output[-3000:]
+    assert not hosts.boiled_down(server.before, server.listing()), "what it had begun is gone"
     damaged.with_name(damaged.name + ".sha256").write_text(f"{'0' * 64}  {damaged.name}\n")
     refused(server.controller.play("install", appliance_bundle=str(damaged)), "is not what", "copy it again")
 
@@ -235,17 +236,42 @@ def test_drain_and_undrain(server: Server) -> None:
     assert good(server.controller.play("verify")).changed == 0
 
 
-def test_an_upgrade_that_fails_leads_back(server: Server) -> None:
-    """The new version gets as far as running; its release is refused."""
+def test_tls(server: Server, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl here to make a certificate")
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    make += ["-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key", "-out", "cert"]
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    config = server.controller.variables["appliance_config"]
+    config = config | {"gateway": config["gateway"] | {"tls": True}}
+    files = {"appliance_tls_cert": str(tmp_path / "cert"), "appliance_tls_key": str(tmp_path / "key")}
+    play = good(server.controller.play("install", appliance_config=config, **files))
+    assert play.tasks() == ["Write appliance.toml", "Write certificate and key", "Restart the gateways"]
+    assert server.box.run(["stat", "-c", "%U %a", "/etc/appliance/credentials/tls-key"]).stdout.split() == [
+        "root",
+        "400",
+    ]
+    script = "import ssl; print(ssl.get_server_certificate(('127.0.0.1', 8000)), end='')"
+    assert server.box.run(["python3", "-c", script]).stdout.strip() == (tmp_path / "cert").read_text().strip()
+    assert (tmp_path / "key").read_text().splitlines()[1] not in play.output, "no_log"
+    good(server.controller.play("install"))  # and back
+
+
+def test_a_rollout_stops_at_the_first_host_that_fails_and_leads_it_back(server: Server) -> None:
+    """The new version gets as far as running; its release is refused. The second host is the first by another name."""
     before = server.listing()
+    alone = server.controller
+    (reach,) = json.loads(alone.inventory.read_text())["appliance"]["hosts"].values()
+    both = hosts.inventory(alone.directory / "both.json", {"server": reach, "server-2": reach})
     config = server.controller.variables["appliance_config"] | {"gateway": {"max_in_flight": 55}}
-    play = server.controller.play(
+    play = replace(alone, inventory=both).play(
         "upgrade",
         appliance_bundle=str(server.bundles["new"]),
         appliance_release={"name": "bad", "options": {"max_model_len": 999_999}},
         appliance_config=config,
     )
     assert play.status != 0 and play.rescued == 1, play.output[-6000:]
+    assert "server-2" not in play.output
     shown = " ".join(play.output.split())
     assert "The upgrade failed at" in shown and "max_model_len is 999999" in shown and "as before" in shown
     state = server.status()
@@ -263,6 +289,9 @@ def test_an_upgrade_that_fails_leads_back(server: Server) -> None:
 def test_upgrade(server: Server) -> None:
     server.controller.variables["appliance_bundle"] = str(server.bundles["new"])
     server.controller.variables["appliance_release"] = {"name": "v2"}
+    before = server.listing()
+    assert good(server.controller.play("upgrade", "--check")).changed > 0
+    assert not hosts.boiled_down(before, server.listing())
     good(server.controller.play("upgrade"))
     state = server.status()
     assert state["ok"] and state["slots"]["stable"] == "v2" and state["version"] == "9.0.0+test"
