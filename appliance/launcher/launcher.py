@@ -79,7 +79,7 @@ class Launcher:
         self._scheduled: Timer | None = None
         self._again = Timer(0, self.changed)
         self._file = StateFile(paths.launcher_state(gpu))
-        self._status = ""
+        self._status, self._status_heard = "", ""
         self._server: ControlServer | None = None
         self.around = Surroundings(loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event)
 
@@ -229,22 +229,27 @@ class Launcher:
     def _publish(self) -> None:
         self._status = status_text(self)
         self._again.cancel()
-        if not self._file.write(self.state()):
+        written = self._file.write(self.state())
+        if not (self._stopping or self._notify()) or not written:
             self._again = self.loop.later(_WRITE_AGAIN, self.changed)
-        if not self._stopping:
-            self._notify()
         for waiter in list(self._waiters):
             reply = waiter.outcome()
             if reply is not None:
                 waiter.client.reply(reply)
 
-    def _notify(self) -> None:
-        fields: dict[str, str | int] = {"STATUS": self._status}
-        if not self.notified_ready and self._ready():
+    def _notify(self) -> bool:
+        """False if something is still to be said: systemd, busy with itself, did not take it."""
+        ready = not self.notified_ready and self._ready()
+        if self._status == self._status_heard and not ready:
+            return True
+        fields: dict[str, str | int] = {"READY": 1} if ready else {}
+        heard = self._notifier.send(**fields, STATUS=self._status) or not self._notifier.present
+        if heard:
+            self._status_heard = self._status
+        if ready and heard:
             self.notified_ready = True
-            fields["READY"] = 1
             self.event("launcher_ready", status=self._status)
-        self._notifier.send(**fields)
+        return heard
 
     def _ready(self) -> bool:
         """For systemd: everything that will happen by itself has happened. A release that gave up is in STATUS, events
