@@ -319,9 +319,7 @@ class EngineProcess:
                 self._timer("clean", _CLEAN_RETRY, self._clean)
                 return
         if self.spec is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # no socket, but what the engine put there: the next start clears it away
+            with contextlib.suppress(OSError):  # the engine put something else there: cleared by the next start
                 self.spec.socket.unlink(missing_ok=True)
         if self._asked_to_end:
             self._move(State.GONE)

@@ -168,24 +168,31 @@ class Launcher:
         self.reconcile()
 
     def sync(self) -> None:
-        """Reads configuration and slot pointers again. The configuration counts for engines started from now on."""
+        """Reads configuration and slot pointers again. The configuration counts for engines started from now on; those
+        that gave up or back off are started now, since what they lacked may be there again (gpu_nodes.py)."""
         try:
             self.around.config = self.config = load_config(self.paths.config)
         except ApplianceError as error:
             self.event("config_not_reloaded", error=error.message)
         self._read_pointers()
-        self.leases.difference_update(self.pointers.values())  # a slot names it now; it needs no lease to stay
         self.only = None
         self.event("sync", slots=self.pointers, leases=sorted(self.leases) or None)
+        for name in self.desired():
+            if name in self.engines and self.engines[name].state in (State.FAILED, State.BACKOFF):
+                self.engines[name].start()
         self.reconcile()
 
     def _read_pointers(self) -> None:
         self.pointers, problems = pointed_releases(self.paths, self.pointers)
         for problem in problems:
             self.event("slot_not_read", error=problem)
+        self.leases.difference_update(self.pointers.values())  # a slot names it now; it needs no lease to stay
 
-    def apply_holds(self, *, abort: bool = False) -> None:
-        """After a change of the holds. `abort`: engines that have to go are killed."""
+    def apply_holds(self, *, abort: bool = False, back: bool = False) -> None:
+        """After a change of the holds. `abort`: engines that have to go are killed. `back`: the GPU comes back, and
+        serves what the slots name now: a change of releases leaves out a GPU that is held."""
+        if back:
+            self._read_pointers()
         self._abort = abort
         self.reconcile()
         self._abort = False
