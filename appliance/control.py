@@ -12,6 +12,7 @@ from appliance.paths import Paths
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REPLY_BYTES = 4 << 20
+_KNOCK_SECONDS = 0.01
 _REPLY_GRACE = 5.0  # beyond `timeout`, for the launcher's own "timed out" to arrive
 
 
@@ -58,8 +59,7 @@ class ControlClient:
 
     def _exchange(self, request: bytes, deadline: float) -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(max(0.01, deadline - time.monotonic()))
-            sock.connect(str(self._path))
+            self._connect(sock, deadline)
             sock.sendall(request)
             reply = bytearray()
             while not reply.endswith(b"\n"):
@@ -72,6 +72,18 @@ class ControlClient:
                     break
                 reply += chunk
             return bytes(reply)
+
+    def _connect(self, sock: socket.socket, deadline: float) -> None:
+        """A full queue of connections is EAGAIN at once (connect(2), AF_UNIX with a timeout): somebody else knocks a
+        lot, and the launcher is about to take us."""
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            try:
+                sock.connect(str(self._path))
+                return
+            except BlockingIOError:
+                time.sleep(_KNOCK_SECONDS)
+        raise TimeoutError
 
     def _check(self, op: str, line: bytes) -> dict[str, Any]:
         try:

@@ -7,6 +7,10 @@ import os
 import socket
 from collections.abc import Mapping
 
+from appliance.log import printable
+
+_MAX_CHARS = 2000  # of one value; a datagram that is too long is lost with all that is in it
+
 
 class Notifier:
     """The notification socket of this process; without one (no systemd) every call does nothing."""
@@ -14,6 +18,7 @@ class Notifier:
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         self._address = _address(environ.get("NOTIFY_SOCKET", ""))
+        self.present = self._address is not None
         self.watchdog_seconds = _watchdog_seconds(environ)
         """How often WATCHDOG=1 must come at the latest (sd_watchdog_enabled(3)); None: nobody waits for it."""
 
@@ -31,7 +36,8 @@ class Notifier:
 
 
 def _one_line(value: str | int) -> str:
-    return " ".join(str(value).splitlines())
+    """systemd takes no datagram with a NUL or an invalid character, and `systemctl status` shows the rest as it is."""
+    return printable(" ".join(str(value).splitlines()))[:_MAX_CHARS]
 
 
 def _address(name: str) -> str | None:

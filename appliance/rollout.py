@@ -255,7 +255,7 @@ class Rollout:
         try:
             for gpu in behind:
                 self.fleet.call(gpu, "sync", wait=False, timeout=30.0)
-                if engine_of(states[gpu], name).get("state") in ("failed", "backoff"):
+                if engine_of(self.fleet.state(gpu), name).get("state") in ("failed", "backoff"):
                     self.fleet.call(gpu, "restart", release=name, wait=False, timeout=30.0)
                 self._until_ready([gpu], outcome)
                 self._check_golden(gpu, outcome)

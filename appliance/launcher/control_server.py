@@ -1,7 +1,8 @@
 """The control socket: one JSON line in, one JSON line out, then it closes. Slow, oversized or silent clients cost one
 descriptor for a few seconds and nothing else.
 
-Who may: the kernel says which uid connected (SO_PEERCRED, unix(7)); root everything, the appliance user "status".
+Who may: the kernel says which uid connected (SO_PEERCRED, unix(7)); root everything, the appliance user "status". What
+that user opens is counted apart: an engine gone wild must not keep an operator from holding its GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from appliance.launcher.loop import READ, WRITE, Loop
 from appliance.log import ExitCode
 
 MAX_REQUEST_BYTES = 64 << 10
-MAX_CLIENTS = 64
+MAX_CLIENTS = 64  # of root
+MAX_PUBLIC_CLIENTS = 16  # of all others
+_BACKLOG = 256
 REQUEST_SECONDS = 5.0  # for the whole request to arrive, and for the reply to be taken
 PUBLIC_OPS = frozenset({"status"})
 
@@ -43,9 +46,8 @@ def parse_request(line: bytes) -> dict[str, Any] | str:
 class Client:
     """One connection, from accept to close."""
 
-    def __init__(self, server: ControlServer, sock: socket.socket) -> None:
-        self._server, self._loop, self._socket = server, server.loop, sock
-        _, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    def __init__(self, server: ControlServer, sock: socket.socket, uid: int) -> None:
+        self._server, self._loop, self._socket, self.uid = server, server.loop, sock, uid
         self._in, self._out = bytearray(), b""
         self.closed = False
         self.asked = False
@@ -141,20 +143,26 @@ class ControlServer:
             os.umask(old)
         os.chown(path, 0 if os.geteuid() == 0 else -1, group)
         os.chmod(path, 0o660)
-        self._socket.listen(32)
+        self._socket.listen(_BACKLOG)
         loop.watch(self._socket.fileno(), READ, self._accept)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._socket.accept()
-        except OSError:  # the client has left already, or descriptors ran out: the next one may do better
-            return
+        for _ in range(_BACKLOG):  # who is sent away costs little; nobody waits behind them for long
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:  # nobody is left, or descriptors ran out: the next one may do better
+                return
+            self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        if len(self.clients) >= MAX_CLIENTS:
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        alike = sum((client.uid in self.admins) is (uid in self.admins) for client in self.clients)
+        if alike >= (MAX_CLIENTS if uid in self.admins else MAX_PUBLIC_CLIENTS):
             with sock, contextlib.suppress(OSError):
                 sock.send(json.dumps(failure("too many clients at once", code=ExitCode.BUSY)).encode() + b"\n")
             return
-        self.clients.add(Client(self, sock))
+        self.clients.add(Client(self, sock, uid))
 
     def close(self) -> None:
         """Idempotent."""

@@ -7,6 +7,7 @@ backoff or failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from appliance.launcher.loop import READ, Loop, Timer
 from appliance.launcher.restart import FINAL_STATUSES, Backoff, exit_text
 from appliance.launcher.scope import Findings, check_scope, oom_kills, own_cgroup, processes_in
 from appliance.launcher.scopes import Scopes
-from appliance.launcher.spawn import spawn_trampoline
+from appliance.launcher.spawn import prepare_socket, spawn_trampoline
 from appliance.launcher.spec import EngineSpec
 from appliance.launcher.trampoline import GO
 from appliance.log import ApplianceError, ExitCode
@@ -82,6 +83,7 @@ class EngineProcess:
         self._final = False  # the next end is for good
         self._asked_to_end = False
         self._start_again = False
+        self._scoping = False  # a call for a scope is under way
         self._ooms: int | None = None
 
     # -- what others see
@@ -142,7 +144,7 @@ class EngineProcess:
         self._kill_reason = self.problem = self.progress = self.retry_at = self.in_flight = self._cgroup = None
         try:
             self.spec = self._around.plan(self.release)
-            self._prepare_socket(self.spec)
+            prepare_socket(self.spec.socket, self._around.uid, self._around.gid)
             self._ooms = oom_kills(self._around.gpu)
             self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid)
         except (ApplianceError, OSError) as error:
@@ -153,21 +155,21 @@ class EngineProcess:
         self._stall = StallWatch(self._around.config.engine.stall_timeout)
         self._loop.watch_child(self.pid, self._ended)
         self._move(State.STARTING)
+        self._scoping = True
         self._around.scopes.start(self.spec.scope, self.pid, self._scoped)
-
-    def _prepare_socket(self, spec: EngineSpec) -> None:
-        directory = spec.socket.parent
-        directory.mkdir(mode=0o750, exist_ok=True)
-        os.chown(directory, self._around.uid, self._around.gid)
-        spec.socket.unlink(missing_ok=True)
 
     def _scoped(self, answer: dict[str, Any]) -> None:
         """systemd has made the scope, or has not."""
+        self._scoping = False
+        if self.pid is None:
+            self._clean()
         if self.state is not State.STARTING or self.pid is None or self.spec is None:
-            return  # it ended meanwhile; the scope is cleaned after that
+            return  # it was told to end meanwhile
         if not answer["ok"]:
             self._kill(f"no scope: {answer['error']}")
             return
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return  # it died, and is reaped next: what it leaves in /proc is not to be judged
         path = own_cgroup(self.pid)
         findings = self._around.compare_scope(self.spec.scope, path, answer["unit"])
         self._cgroup, self.unknown = path, findings.unknown
@@ -178,7 +180,8 @@ class EngineProcess:
             self._kill(f"its scope is not as asked: {'; '.join(findings.wrong)}")
             return
         assert self._channel is not None
-        self._channel.send(GO)
+        with contextlib.suppress(OSError):  # it died just now
+            self._channel.send(GO)
         self._loop.watch(self._channel.fileno(), READ, self._trampoline_said)
         self._timer("exec", EXEC_SECONDS, lambda: self._kill(f"the engine was not executed in {EXEC_SECONDS:g} s"))
 
@@ -303,7 +306,8 @@ class EngineProcess:
             self._final = True
         if self.state is not State.STOPPING:
             self._move(State.STOPPING)
-        self._clean()
+        if not self._scoping:  # else with its answer: two calls for one name would end each other's scope
+            self._clean()
 
     def _clean(self) -> None:
         self._around.scopes.stop(self._around.gpu, self.release, self._cleaned)
@@ -316,7 +320,8 @@ class EngineProcess:
                 self._timer("clean", _CLEAN_RETRY, self._clean)
                 return
         if self.spec is not None:
-            self.spec.socket.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the engine put something else there: cleared by the next start
+                self.spec.socket.unlink(missing_ok=True)
         if self._asked_to_end:
             self._move(State.GONE)
             if self._start_again:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from appliance.launcher.loop import READ, WRITE, Loop
+from appliance.log import printable
 
 MAX_REPLY_BYTES = 1 << 20
+_MAX_TEXT = 200  # characters; it goes into status lines, events and the journal
+_MAX_COUNT = 1 << 53  # what every reader of JSON takes as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def parse_reply(data: bytes, *, ended: bool) -> Reply | None:
             name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
         }
         length = headers.get("content-length", "")
-        if not (length.isascii() and length.isdecimal()) or int(length[:9]) > MAX_REPLY_BYTES:
+        if not (length.isascii() and length.isdecimal()) or len(length) > 9 or int(length) > MAX_REPLY_BYTES:
             raise ValueError("an answer without Content-Length, or too long")
         if len(body) >= int(length):
             return Reply(int(words[1]), body[: int(length)])
@@ -127,32 +130,33 @@ class Health:
 
 
 def read_health(state: dict[str, Any]) -> Health:
-    """Tolerant of fields that an older or newer engine lacks: releases bring their own engine version."""
+    """Tolerant of fields that an older or newer engine lacks: releases bring their own engine version. And of any
+    values: an engine that is out of its mind, or in somebody else's hands, must not end its launcher."""
     engine, requests = _table(state, "engine"), _table(state, "requests")
     device, progress = _table(state, "device"), _table(state, "progress")
     status = state.get("status")
     steps = progress.get("steps", engine.get("steps"))
-    queued = progress.get("queued")
-    if not isinstance(queued, int):
-        queued = sum(value for name in ("running", "waiting") if isinstance(value := requests.get(name), int))
+    queued = _count(progress.get("queued"))
+    if queued is None:
+        queued = sum(_count(requests.get(name)) or 0 for name in ("running", "waiting"))
     return Health(
         ready=status == "ready",
-        reason=None if status == "ready" else str(status),
+        reason=None if status == "ready" else _text(status) or f"its status is {type(status).__name__}",
         draining=state.get("draining") is not None,
         backend=_text(device.get("backend", engine.get("backend"))),
         uuid=_text(device.get("uuid")),
-        steps=steps if isinstance(steps, int) else None,
+        steps=_count(steps),
         queued=queued,
         progress=_load_progress(state.get("loading")),
-        in_flight=in_flight if isinstance(in_flight := requests.get("in_flight_http"), int) else None,
+        in_flight=_count(requests.get("in_flight_http")),
     )
 
 
 def _load_progress(loading: Any) -> float | None:
     """0..1, or the two byte counts of engines before that."""
     if isinstance(loading, dict):
-        done, total = loading.get("done_bytes"), loading.get("total_bytes")
-        loading = done / total if isinstance(done, int) and isinstance(total, int) and total > 0 else None
+        done, total = _count(loading.get("done_bytes")), _count(loading.get("total_bytes"))
+        loading = done / total if done is not None and total else None
     if isinstance(loading, bool) or not isinstance(loading, (int, float)) or not 0 <= loading <= 1:
         return None
     return float(loading)
@@ -164,7 +168,11 @@ def _table(state: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+    return printable(value[:_MAX_TEXT]) if isinstance(value, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value <= _MAX_COUNT else None
 
 
 class StallWatch:

@@ -80,7 +80,7 @@ class Launcher:
         self._scheduled: Timer | None = None
         self._again = Timer(0, self.changed)
         self._file = StateFile(paths.launcher_state(gpu))
-        self._status = ""
+        self._status, self._status_heard = "", ""
         self._server: ControlServer | None = None
         self.around = Surroundings(
             loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event, self._gpu_facts
@@ -171,24 +171,31 @@ class Launcher:
         self.reconcile()
 
     def sync(self) -> None:
-        """Reads configuration and slot pointers again. The configuration counts for engines started from now on."""
+        """Reads configuration and slot pointers again. The configuration counts for engines started from now on; those
+        that gave up or back off are started now, since what they lacked may be there again (gpu_nodes.py)."""
         try:
             self.around.config = self.config = load_config(self.paths.config)
         except ApplianceError as error:
             self.event("config_not_reloaded", error=error.message)
         self._read_pointers()
-        self.leases.difference_update(self.pointers.values())  # a slot names it now; it needs no lease to stay
         self.only = None
         self.event("sync", slots=self.pointers, leases=sorted(self.leases) or None)
+        for name in self.desired():
+            if name in self.engines and self.engines[name].state in (State.FAILED, State.BACKOFF):
+                self.engines[name].start()
         self.reconcile()
 
     def _read_pointers(self) -> None:
         self.pointers, problems = pointed_releases(self.paths, self.pointers)
         for problem in problems:
             self.event("slot_not_read", error=problem)
+        self.leases.difference_update(self.pointers.values())  # a slot names it now; it needs no lease to stay
 
-    def apply_holds(self, *, abort: bool = False) -> None:
-        """After a change of the holds. `abort`: engines that have to go are killed."""
+    def apply_holds(self, *, abort: bool = False, back: bool = False) -> None:
+        """After a change of the holds. `abort`: engines that have to go are killed. `back`: the GPU comes back, and
+        serves what the slots name now: a change of releases leaves out a GPU that is held."""
+        if back:
+            self._read_pointers()
         self._abort = abort
         self.reconcile()
         self._abort = False
@@ -238,22 +245,27 @@ class Launcher:
     def _publish(self) -> None:
         self._status = status_text(self)
         self._again.cancel()
-        if not self._file.write(self.state()):
+        written = self._file.write(self.state())
+        if not (self._stopping or self._notify()) or not written:
             self._again = self.loop.later(_WRITE_AGAIN, self.changed)
-        if not self._stopping:
-            self._notify()
         for waiter in list(self._waiters):
             reply = waiter.outcome()
             if reply is not None:
                 waiter.client.reply(reply)
 
-    def _notify(self) -> None:
-        fields: dict[str, str | int] = {"STATUS": self._status}
-        if not self.notified_ready and self._ready():
+    def _notify(self) -> bool:
+        """False if something is still to be said: systemd, busy with itself, did not take it."""
+        ready = not self.notified_ready and self._ready()
+        if self._status == self._status_heard and not ready:
+            return True
+        fields: dict[str, str | int] = {"READY": 1} if ready else {}
+        heard = self._notifier.send(**fields, STATUS=self._status) or not self._notifier.present
+        if heard:
+            self._status_heard = self._status
+        if ready and heard:
             self.notified_ready = True
-            fields["READY"] = 1
             self.event("launcher_ready", status=self._status)
-        self._notifier.send(**fields)
+        return heard
 
     def _ready(self) -> bool:
         """For systemd: everything that will happen by itself has happened. A release that gave up is in STATUS, events

@@ -54,30 +54,35 @@ class Arguments:
             or not value.isprintable()  # it goes into the journal
             or (pattern and not pattern.fullmatch(value))
         ):
-            raise RequestError(f"{key}: {value!r} is not usable", hint=f"a text like {_EXAMPLES.get(key, key)!r}")
+            raise RequestError(f"{key}: {_shown(value)} is not usable", hint=f"a text like {_EXAMPLES.get(key, key)!r}")
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
         value = self.request.pop(key, default)
         if value not in allowed:
-            raise RequestError(f"{key}: {value!r} is none of {', '.join(allowed)}")
+            raise RequestError(f"{key}: {_shown(value)} is none of {', '.join(allowed)}")
         return str(value)
 
     def flag(self, key: str) -> bool:
         value = self.request.pop(key, False)
         if not isinstance(value, bool):
-            raise RequestError(f"{key}: {value!r} is neither true nor false")
+            raise RequestError(f"{key}: {_shown(value)} is neither true nor false")
         return value
 
     def seconds(self, key: str, default: float) -> float:
         value = self.request.pop(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_TIMEOUT:
-            raise RequestError(f"{key}: {value!r} is no number of seconds up to {_MAX_TIMEOUT:g}")
+            raise RequestError(f"{key}: {_shown(value)} is no number of seconds up to {_MAX_TIMEOUT:g}")
         return float(value)
 
     def finish(self) -> None:
         if self.request:
             raise RequestError(f"unknown: {', '.join(map(repr, sorted(self.request)))}")
+
+
+def _shown(value: Any) -> str:
+    """Short, and never deeper than the stack: a request may be a thousand lists in each other."""
+    return repr(value)[:80] if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 _EXAMPLES = {"release": "llama-8b.2", "owner": "operator", "reason": "XID 79"}
@@ -209,6 +214,7 @@ def _unhold(launcher: Launcher, arguments: Arguments) -> Outcome:
     owner = arguments.text("owner", _OWNER, limit=32)
     arguments.finish()
     if owner in launcher.holds:
+        was_stopped = launcher.holds.stopped
         try:
             launcher.holds.remove(owner)
         except OSError as error:
@@ -216,7 +222,7 @@ def _unhold(launcher: Launcher, arguments: Arguments) -> Outcome:
                 f"still held: {launcher.paths.holds(launcher.gpu)}: {error.strerror}", hint="free some space"
             ) from None
         launcher.event("unhold", owner=owner)
-        launcher.apply_holds()
+        launcher.apply_holds(back=was_stopped and not launcher.holds.stopped)
     if launcher.holds:
         text = launcher.holds.text()
         return lambda: {"ok": True, "note": f"still held by {text}"}

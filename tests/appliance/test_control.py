@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -275,3 +277,56 @@ def test_any_bytes_are_a_request_with_an_op_or_an_error_in_words(data: bytes) ->
         assert (isinstance(found["op"], str) and json.loads(data) == found) or "NaN" in data.decode()
     else:
         assert found.startswith("the request is n")
+
+
+_CROWD = """
+import os, socket, sys, time
+os.setgroups([]); os.setresgid(*[int(sys.argv[1])] * 3); os.setresuid(64700, 64700, 64700)
+kept = []
+for _ in range(int(sys.argv[2])):
+    kept.append(socket.socket(socket.AF_UNIX))
+    kept[-1].connect("ctl")
+print("crowded", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_the_appliance_user_cannot_keep_root_out(
+    paths: Paths, serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_server, "REQUEST_SECONDS", 30.0)  # none of them leaves meanwhile
+    running = serve(public_uid=64700)
+    count = control_server.MAX_CLIENTS + control_server.MAX_PUBLIC_CLIENTS
+    argv = [sys.executable, "-c", _CROWD, str(os.getgid()), str(count)]
+    with subprocess.Popen(argv, cwd=running.path.parent, stdout=subprocess.PIPE) as crowd:
+        assert crowd.stdout is not None and crowd.stdout.readline()
+        try:
+            assert ControlClient(paths, 0).call("hold", timeout=5)["ok"]
+            assert len(running.server.clients) <= control_server.MAX_PUBLIC_CLIENTS + 1
+        finally:
+            crowd.kill()
+
+
+def test_a_queue_that_is_full_is_waited_for(paths: Paths) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(str(paths.control_socket(0)))
+        listener.listen(1)
+        for _ in range(2):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(paths.control_socket(0)))
+
+        def serve_all() -> None:
+            time.sleep(0.3)
+            for _ in range(3):
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.sendall(b'{"ok": true}\n')
+
+        thread = threading.Thread(target=serve_all)
+        thread.start()
+        assert ControlClient(paths, 0).call("status", timeout=5) == {"ok": True}
+        thread.join()
+        listener.close()
+        paths.control_socket(0).unlink()
+        with pytest.raises(ControlError, match="not running"):
+            ControlClient(paths, 0).call("status", timeout=0.1)

@@ -79,6 +79,25 @@ def test_nothing_else_overrides_a_stop_hold(world: World) -> None:
     assert world.state()["engines"] == []
 
 
+def test_a_gpu_that_was_held_comes_back_with_what_the_slots_name_then(world: World) -> None:
+    """`release use` leaves out a GPU that is held, and the release that it had may be removed meanwhile."""
+    world.add_release("old")
+    world.add_release("new")
+    world.use("old")
+    world.start()
+    world.reach("old", "ready")
+    for owner in ("watchdog", "operator"):
+        assert world.answer("hold", owner=owner, reason="x", level="stop", wait=True) == {"ok": True}
+    world.use("new")
+    world.answer("unhold", owner="watchdog")
+    assert world.answer("unhold", owner="operator", wait=True) == {"ok": True}
+    assert [entry["release"] for entry in world.state()["engines"]] == ["new"]
+    assert len(world.starts("old")) == 1
+    world.use("old")  # nothing but the slot keeps "new"
+    assert world.answer("sync", wait=True) == {"ok": True}
+    assert [entry["release"] for entry in world.state()["engines"]] == ["old"]
+
+
 def test_who_waits_for_an_engine_hears_of_a_hold(world: World) -> None:
     world.add_release("r1", status="loading")
     world.start()

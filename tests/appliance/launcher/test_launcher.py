@@ -162,6 +162,22 @@ def test_a_gpu_that_is_away_is_tried_again_then_failed(world: World) -> None:
     assert world.history("r1") == ["backoff", "backoff", "failed"]
 
 
+@pytest.mark.parametrize("state", ["failed", "backoff"])
+def test_a_reload_starts_what_had_given_up(world: World, state: str) -> None:
+    """systemd/README.md, "After a reload of the driver": it failed for want of its device, which is there again."""
+    config = world.paths.config
+    if state == "backoff":
+        config.write_text(config.read_text().replace("_delay = 0.05", "_delay = 60").replace("= 0.2", "= 60"))
+    behave = world.add_release("r1")
+    (behave / "exit").write_text("1")
+    world.use("r1")
+    world.start()
+    world.reach("r1", state)
+    (behave / "exit").unlink()
+    world.launcher.sync()  # SIGHUP
+    world.reach("r1", "ready")
+
+
 def test_an_engine_on_the_wrong_device_does_not_serve(world: World) -> None:
     world.add_release("r1", engine={"backend": "cuda"})
     world.use("r1")

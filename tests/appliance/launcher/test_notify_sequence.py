@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +27,29 @@ def test_ready_comes_after_the_warm_up_not_before(world: World) -> None:
     world.run(0.1)
     after = world.notified()
     assert [message["READY"] for message in after if "READY" in message] == ["1"]
+
+
+@pytest.mark.parametrize("state", ["ready", "no release"])
+def test_a_systemd_that_does_not_listen_for_a_while_hears_of_ready_later(world: World, state: str) -> None:
+    """While it executes itself again (`systemctl daemon-reexec`), or when its queue is full."""
+    if state == "ready":
+        world.add_release("r1")
+        world.use("r1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as other:
+        other.connect(world.environ["NOTIFY_SOCKET"])
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                other.send(b"STATUS=of somebody else")
+    world.start()
+    if state == "ready":
+        world.reach("r1", "ready")
+    world.run(0.3)
+    assert not any("READY" in message for message in world.notified())
+    said: list[dict[str, str]] = []
+    for _ in range(25):
+        world.run(0.1)
+        said += world.notified()
+    assert [message["READY"] for message in said if "READY" in message] == ["1"]
 
 
 def test_more_time_is_asked_for_while_it_loads_and_not_after(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from appliance.gpus import Gpu
 from appliance.hostconfig import parse_config
 from appliance.launcher import spec as spec_module
-from appliance.launcher.health import StallWatch, parse_reply, read_health
+from appliance.launcher.health import MAX_REPLY_BYTES, StallWatch, parse_reply, read_health
 from appliance.launcher.lifecycle import LIVE, TRANSITIONS, State, check_transition
 from appliance.launcher.restart import Backoff, exit_text
 from appliance.launcher.scope import ScopePlan, check_scope, cpu_mask, own_cgroup, scope_name, slice_name
@@ -199,7 +199,11 @@ def test_any_bytes_are_a_reply_or_an_error(data: bytes, ended: bool) -> None:
 
 KEYS = ["status", "engine", "requests", "device", "progress", "loading", "steps", "queued", "running", "total_bytes",
         "done_bytes", "in_flight_http", "uuid", "backend", "draining"]  # fmt: skip
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "ready", "GPU-1"])
+HUGE = 10**4300 - 1  # the longest number that Python's JSON reader takes
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "ready", "GPU-1", HUGE, -HUGE])
+    | st.sampled_from(["\ud800", "a\0b", "\x1b]0;x\x07", "\n<0>x", "x" * 5000])
+)  # fmt: skip
 TABLES = st.dictionaries(st.sampled_from(KEYS), LEAVES | st.lists(LEAVES, max_size=2), max_size=6)
 
 
@@ -208,6 +212,16 @@ def test_any_state_of_an_engine_is_read(value: Any) -> None:
     health = read_health(value)
     assert isinstance(health.ready, bool) and isinstance(health.queued, int)
     assert health.progress is None or 0 <= health.progress <= 1
+    for text in (health.reason, health.uuid, health.backend):  # they go to systemd, the journal and a terminal
+        assert text is None or (text.isprintable() and text.encode() and len(text) <= 4000) or text == ""
+    for number in (health.steps, health.queued, health.in_flight):
+        assert number is None or 0 <= number < 1 << 63
+
+
+def test_an_answer_that_says_it_is_longer_than_it_may_be() -> None:
+    for length in (MAX_REPLY_BYTES + 1, f"{0:020}{MAX_REPLY_BYTES + 1}", "9" * 5000):
+        with pytest.raises(ValueError):
+            parse_reply(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode(), ended=False)
 
 
 def test_the_engines_own_state_is_understood() -> None:
