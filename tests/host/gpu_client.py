@@ -1,8 +1,8 @@
 """Clients of the endpoint inside a box: `python gpu_client.py JSON`. The standard library only, one thread a client.
 
 The order: {"port" | "socket", "ask": [[path, body], ...]} prints each answer; {"port" | "socket", "bodies": [...],
-"seconds": S} streams all bodies at once (S = 0: each once; else again and again for S seconds), prints "begun" when each
-has begun, and at the end what came: for each body the distinct texts, errors, the longest pause.
+"seconds": S} streams all bodies at once (S = 0: each once; else again and again for S seconds), prints "begun" when
+each has begun, and at the end what came: for each body the distinct texts, errors, the longest pause.
 """
 
 from __future__ import annotations

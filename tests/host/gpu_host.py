@@ -29,13 +29,13 @@ from tests.host.gpu_sandbox import cuda_works, drop_in, probe, search
 from tests.host.gpu_world import DRIVER, MODEL, Slot, World, collect_driver, find_driver, unpack_wheels
 
 SECONDS = 300.0
-GRANTED, DENIED = "/dev/granted", "/dev/nvidia7"  # of a rehearsal: the kernel log under another name, no driver behind
+GRANTED, DENIED = "/dev/nvidia6", "/dev/nvidia7"  # of a rehearsal: no driver is behind them
 ENGINE: dict[str, dict[str, Any]] = {
     "cuda": {"max_model_len": 4096, "drain_timeout": 20},
     "cpu": {"max_model_len": 1024, "drain_timeout": 20, "arguments": ["--threads", "1", "--kv-tokens", "16384"]},
 }
-LOAD = {"cuda": (16, 400), "cpu": (6, 250)}  # streams, tokens of each
-TOO_LITTLE = {"cuda": "160M", "cpu": "48M"}
+LOAD = {"cuda": (16, 600), "cpu": (6, 800)}  # streams, tokens of each
+TOO_LITTLE = {"cuda": "96M", "cpu": "48M"}  # for an engine to start in
 
 
 def card() -> list[dict[str, str]]:
@@ -48,6 +48,27 @@ def card() -> list[dict[str, str]]:
         return []
     names = fields.split(",")
     return [dict(zip(names, (v.strip() for v in line.split(",")), strict=True)) for line in answer.stdout.splitlines()]
+
+
+def wake_gpus(stack: ExitStack, record: Record) -> None:
+    """CUDA once on the machine itself, which makes the nodes and the UUIDs; then the GPUs are held open, which is all
+    that nvidia-persistenced does (the box has none)."""
+    command = [sys.executable, str(CHECKOUT / "tests/host/gpu_probe.py"), "driver", "{}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    record.figure("CUDA on the machine itself", (done.stdout + done.stderr)[-2000:])
+    nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    for node in nodes:
+        stack.callback(os.close, os.open(node, os.O_RDWR | os.O_CLOEXEC))
+    record.figure("held open for the time of the run", [str(node) for node in nodes])
+
+
+def compute_processes(world: World) -> dict[str, Any]:
+    """Which process has which GPU, by nvidia-smi; and the engines' processes, as this machine counts them."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader"]
+    shown = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    inside = {slot.uuid: world.scope(slot.gpu).removeprefix("/sys/fs/cgroup/") for slot in world.slots}
+    engines = {uuid: (world.box.cgroup / group / "cgroup.procs").read_text().split() for uuid, group in inside.items()}
+    return {"nvidia-smi": shown, "engines": engines}
 
 
 def commit() -> str:
@@ -95,12 +116,13 @@ class Run:
 
     def driver(self, world: World) -> None:
         """As the driver's installer does: its libraries are known to the dynamic linker."""
+        world.box.run(["mount", "--make-rshared", "/"])  # as on a host; credentials of units need it
         if self.args.backend == "cpu":
-            world.box.run(["mknod", "-m", "666", GRANTED, "c", "1", "11"])
-            world.box.run(["mknod", "-m", "666", DENIED, "c", "195", "7"])
+            for node in (GRANTED, DENIED):
+                world.box.run(["mknod", "-m", "666", node, "c", "195", node[-1]])
             return
         world.box.write("/etc/ld.so.conf.d/nvidia.conf", f"{DRIVER}\n")
-        world.box.run(["ldconfig"])
+        world.box.run(["ldconfig"], check=False)  # the next line says whether it did what it should
         load = "import ctypes; ctypes.CDLL('libcuda.so.1'); print(open('/proc/driver/nvidia/version').read())"
         done = world.box.run(["/usr/bin/python3", "-c", load], check=False)
         nodes = world.box.run(["sh", "-c", "ls -l /dev/nvidia*; grep nvidia /proc/devices"], check=False).stdout
@@ -127,19 +149,16 @@ class Run:
     # -- the sandbox, before any engine
     def sandbox(self, world: World) -> None:
         for slot in world.slots:
-            others = [other for other in world.slots if other != slot]
-            inside = checks.look(slot, others)
-            if self.args.backend == "cpu":
-                inside["nodes"] += [DENIED]
+            inside = checks.look(world, slot)
             found = probe(world, slot, inside)
             if self.args.backend == "cuda" and not cuda_works(found, slot) and slot == world.slots[0]:
                 found = self.loosen(world, slot, inside, found)
-            checks.devices(world, self.record, slot, others if slot.uuid.startswith("GPU-") else [], found)
+            checks.devices(self.record, slot, found)
         if self.args.backend == "cpu":  # the kernel's own word for what the launchers' engines are granted: nothing
             world.slots = [Slot(slot.gpu, slot.uuid, (), slot.model) for slot in world.slots]
 
     def loosen(self, world: World, slot: Slot, inside: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-        """CUDA does not live in the sandbox as shipped: recorded as failed; a drop-in lets the rest of the run go on."""
+        """CUDA does not live in the sandbox as shipped: recorded as failed; with a drop-in the run goes on."""
         lines, tries = search(world, slot, inside)
         self.record.check("CUDA in the unit's sandbox as shipped", False, found=found, tries=tries, drop_in=lines)
         if lines is None:
@@ -216,6 +235,8 @@ class Run:
         for slot in world.slots:
             with record.part(f"scope of gpu{slot.gpu}"):
                 checks.scope(world, record, slot)
+        if backend == "cuda":
+            record.figure("compute processes", compute_processes(world))
         with record.part("idle memory"):
             checks.idle_memory(world, record, "engines ready")
         with record.part("operator"):
@@ -228,7 +249,7 @@ class Run:
         with record.part("kill", needs=20):
             checks.kill(world, record, *load)
         with record.part("restart", needs=30):
-            checks.restart(world, record, *load, 14.0 if backend == "cuda" else 8.0)
+            checks.restart(world, record, *load, 16.0 if backend == "cuda" else 8.0)
         with record.part("memory of a scope", needs=10):
             checks.memory_of_a_probe(world, record)
         with record.part("memory of an engine", needs=40):
@@ -246,6 +267,8 @@ class Run:
     def run(self) -> None:
         record = self.record
         with ExitStack() as stack, record.part("run"):
+            if self.args.backend == "cuda":
+                wake_gpus(stack, record)
             began = time.monotonic()
             box = stack.enter_context(self.box())
             record.figure("boot_seconds", round(time.monotonic() - began, 2))

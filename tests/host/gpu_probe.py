@@ -1,9 +1,9 @@
 """Looks at a scope from inside: which device nodes open, what CUDA sees, what the CPU and memory limits do.
 
 Runs in the box with the installed Python, never under pytest: as the one command of a unit that has the launcher's own
-sandbox (gpu_sandbox.py). Call order: outside -> launcher/spawn.py:spawn_trampoline -> launcher/scope_call.py (its scope)
--> launcher/scope.py:check_scope -> inside, as the user appliance and in the scope -> driver_sees. So a small program
-takes the engine's own way. Each role prints JSON lines; gpu_sandbox.py puts them together.
+sandbox (gpu_sandbox.py). Call order: outside -> launcher/spawn.py:spawn_trampoline -> launcher/scope_call.py (its
+scope) -> launcher/scope.py:check_scope -> inside, as the user appliance and in the scope -> driver_sees. So a small
+program takes the engine's own way. Each role prints JSON lines; gpu_sandbox.py puts them together.
 """
 
 from __future__ import annotations

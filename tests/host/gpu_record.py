@@ -1,4 +1,4 @@
-"""The evidence of a run: one JSON file, rewritten after every step, so that a run which is cut off leaves what it saw."""
+"""The evidence of a run: one JSON file, rewritten after every step: a run that is cut off leaves what it saw."""
 
 from __future__ import annotations
 

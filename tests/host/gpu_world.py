@@ -22,8 +22,10 @@ DRIVER = "/usr/local/lib/gpu-host-driver"
 MODEL = "/srv/model-of-the-host"
 UID = 870
 _LIBRARIES = ("libcuda.so", "libcudadebugger.so", "libnvidia-")
-_NOT_NEEDED = ("libnvidia-gl", "libnvidia-egl", "libnvidia-rtcore", "libnvidia-vksc", "libnvidia-encode", "libnvidia-fbc",
-               "libnvidia-opticalflow", "libnvidia-tls", "libnvidia-ngx", "libnvidia-wayland", "libnvidia-gtk")  # fmt: skip
+_NOT_NEEDED = tuple(
+    f"libnvidia-{name}"
+    for name in ("gl", "egl", "rtcore", "vksc", "encode", "fbc", "opticalflow", "tls", "ngx", "wayland", "gtk")
+)
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,19 @@ def find_driver() -> Path:
 
 def collect_driver(source: Path, target: Path) -> dict[str, int]:
     """Copies the user-space part of the driver, without graphics, to a directory of its own: `source` may be the one
-    with this machine's libc, which is no good in the box. Links become files. Returns name -> bytes."""
+    with this machine's libc, which is no good in the box. Returns name -> bytes."""
     target.mkdir(parents=True)
     copied = {}
     for path in sorted(source.iterdir()):
-        if path.name.startswith(_LIBRARIES) and ".so" in path.name and not path.name.startswith(_NOT_NEEDED):
-            if path.is_file():
-                shutil.copy(path.resolve(), target / path.name)
-                copied[path.name] = path.stat().st_size
+        ours = path.name.startswith(_LIBRARIES) and not path.name.startswith(_NOT_NEEDED)
+        if not ours or ".so" not in path.name or not path.is_file():
+            continue
+        real = path.resolve()
+        if real.name not in copied:
+            shutil.copy(real, target / real.name)
+            copied[real.name] = real.stat().st_size
+        if path.name != real.name:
+            (target / path.name).symlink_to(real.name)
     return copied
 
 
@@ -75,6 +82,7 @@ class World:
     def __init__(self, box: Box, backend: str) -> None:
         self.box, self.backend = box, backend
         self.slots: list[Slot] = []
+        self.nodes: list[str] = []  # every NVIDIA node of the box
         self.release = "v1"
         self.model_name = "llama"
 
@@ -112,6 +120,7 @@ class World:
             now = row["now"]
             nodes = (f"/dev/nvidia{now['minor']}", "/dev/nvidiactl", "/dev/nvidia-uvm") if now else ()
             self.slots.append(Slot(row["slot"], row["uuid"], nodes, now["model"] if now else "cpu"))
+        self.nodes = self.box.run(["sh", "-c", "ls -d /dev/nvidia*"]).stdout.split()
         return self.slots
 
     def state(self, gpu: int) -> dict[str, Any]:
