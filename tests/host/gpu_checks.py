@@ -60,7 +60,7 @@ def completion(world: World, record: Record) -> None:
     record.check("completion through :8000", good, answers=answers)
 
 
-def same_bits(world: World, record: Record) -> None:
+def same_bits(world: World, record: Record, when: str = "") -> None:
     """The same request to each engine's own socket: text and log probabilities; and all against the golden answers."""
     body = {
         "model": world.model_name, "prompt": "Bits are bits, whichever card computes them.", "max_tokens": 64,
@@ -73,9 +73,13 @@ def same_bits(world: World, record: Record) -> None:
         choices[slot.uuid] = answer["answer"].get("choices", answer)
     first = next(iter(choices.values()))
     same = all(choice == first for choice in choices.values()) and len(choices) == len(world.slots)
-    record.check("the same bits from each GPU", same, tokens=64, logprobs=5, choices=choices if not same else first)
+    record.check(
+        f"the same bits from each GPU{when}", same, tokens=64, logprobs=5, choices=choices if not same else first
+    )
     done = world.appliance("release", "check", world.release, "--json", check=False)
-    record.check("golden answers of each GPU", done.returncode == 0, said=done.stdout[-2000:] + done.stderr[-500:])
+    record.check(
+        f"golden answers of each GPU{when}", done.returncode == 0, said=done.stdout[-2000:] + done.stderr[-500:]
+    )
 
 
 # -- the scope

@@ -29,6 +29,7 @@ from tests.host.gpu_sandbox import cuda_works, drop_in, probe, search
 from tests.host.gpu_world import DRIVER, MODEL, Slot, World, collect_driver, find_driver, unpack_wheels
 
 SECONDS = 300.0
+BOOT_SECONDS = 180.0  # the rehearsal may run under emulation
 GRANTED, DENIED = "/dev/nvidia6", "/dev/nvidia7"  # of a rehearsal: no driver is behind them
 ENGINE: dict[str, dict[str, Any]] = {
     "cuda": {"max_model_len": 4096, "drain_timeout": 20},
@@ -62,13 +63,13 @@ def wake_gpus(stack: ExitStack, record: Record) -> None:
     record.figure("held open for the time of the run", [str(node) for node in nodes])
 
 
-def compute_processes(world: World) -> dict[str, Any]:
+def compute_processes(world: World, record: Record) -> None:
     """Which process has which GPU, by nvidia-smi; and the engines' processes, as this machine counts them."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader"]
     shown = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
     inside = {slot.uuid: world.scope(slot.gpu).removeprefix("/sys/fs/cgroup/") for slot in world.slots}
     engines = {uuid: (world.box.cgroup / group / "cgroup.procs").read_text().split() for uuid, group in inside.items()}
-    return {"nvidia-smi": shown, "engines": engines}
+    record.figure("compute processes", {"nvidia-smi": shown, "engines": engines})
 
 
 def commit() -> str:
@@ -226,64 +227,50 @@ class Run:
         )
 
     def parts(self, world: World) -> None:
-        """In this order; what needs an undisturbed answer is left out where there is none."""
+        """In this order; a part is left out where its time would not suffice."""
         record, backend = self.record, self.args.backend
-        with record.part("completion"):
-            checks.completion(world, record)
-        with record.part("the same bits"):
-            checks.same_bits(world, record)
+        record.part("completion", checks.completion, world, record)
+        record.part("the same bits", checks.same_bits, world, record)
         for slot in world.slots:
-            with record.part(f"scope of gpu{slot.gpu}"):
-                checks.scope(world, record, slot)
+            record.part(f"scope of gpu{slot.gpu}", checks.scope, world, record, slot)
         if backend == "cuda":
-            record.figure("compute processes", compute_processes(world))
-        with record.part("idle memory"):
-            checks.idle_memory(world, record, "engines ready")
-        with record.part("operator"):
-            checks.operator_views(world, record)
-        with record.part("undisturbed"):
-            self.undisturbed(world)
+            record.part("compute processes", compute_processes, world, record)
+        record.part("idle memory", checks.idle_memory, world, record, "engines ready")
+        record.part("operator", checks.operator_views, world, record)
+        record.part("undisturbed", self.undisturbed, world)
         load = (self.reference, self.requests)
-        with record.part("daemon-reload", needs=15):
-            checks.daemon_reload(world, record, *load)
-        with record.part("kill", needs=20):
-            checks.kill(world, record, *load)
-        with record.part("restart", needs=30):
-            checks.restart(world, record, *load, 16.0 if backend == "cuda" else 8.0)
-        with record.part("memory of a scope", needs=10):
-            checks.memory_of_a_probe(world, record)
-        with record.part("memory of an engine", needs=40):
-            checks.memory_of_an_engine(world, record, *load, self.engine, TOO_LITTLE[backend])
-        with record.part("CPU quota", needs=10):
-            checks.cpu_quota(world, record)
-        with record.part("bits at the end"):
-            checks.same_bits(world, record)
-        with record.part("stop"):
-            checks.stop(world, record)
+        seconds = 16.0 if backend == "cuda" else 8.0
+        record.part("daemon-reload", checks.daemon_reload, world, record, *load, needs=15)
+        record.part("kill", checks.kill, world, record, *load, needs=20)
+        record.part("restart", checks.restart, world, record, *load, seconds, needs=30)
+        record.part("memory of a scope", checks.memory_of_a_probe, world, record, needs=10)
+        limited = (self.engine, TOO_LITTLE[backend])
+        record.part("memory of an engine", checks.memory_of_an_engine, world, record, *load, *limited, needs=40)
+        record.part("CPU quota", checks.cpu_quota, world, record, needs=10)
+        record.part("bits at the end", checks.same_bits, world, record, " at the end")
+        record.part("stop", checks.stop, world, record)
         if self.args.extra:
-            with record.part("gateway bench", needs=40):
-                checks.gateway_bench(world, record, 2.0)
+            record.part("gateway bench", checks.gateway_bench, world, record, 2.0, needs=40)
 
     def run(self) -> None:
         record = self.record
-        with ExitStack() as stack, record.part("run"):
+        with ExitStack() as stack:
             if self.args.backend == "cuda":
-                wake_gpus(stack, record)
+                record.part("wake the GPUs", wake_gpus, stack, record)
             began = time.monotonic()
-            box = stack.enter_context(self.box())
+            box = self.box().start(BOOT_SECONDS)
+            stack.callback(box.stop)
             record.figure("boot_seconds", round(time.monotonic() - began, 2))
             record.figure("controllers", sorted(box.controllers))
             world = World(box, self.args.backend)
             try:
-                for name in ("driver", "install", "sandbox", "start", "release"):
-                    with record.part(name):
-                        getattr(self, name)(world)
+                for part in (self.driver, self.install, self.sandbox, self.start, self.release):
+                    record.part(part.__name__, part, world)
                 self.parts(world)
             finally:
+                events = box.run(["tail", "-n", "60", "/var/lib/appliance/events.jsonl"], check=False).stdout
+                record.text("events", events)
                 record.text("journal", box.journal(lines=40))
-                record.text(
-                    "events", box.run(["tail", "-n", "60", "/var/lib/appliance/events.jsonl"], check=False).stdout
-                )
 
 
 def main() -> int:
@@ -302,7 +289,7 @@ def main() -> int:
     path = args.results / f"host-{args.backend}-{stamp}.json"
     record = Record(path, args.seconds, strict=args.backend == "cuda", **head)
     with tempfile.TemporaryDirectory(prefix="gpu-host-") as work:
-        Run(args, record, Path(work)).run()
+        record.part("run", Run(args, record, Path(work)).run)
     failed = record.failed()
     record.say(f"{len(record.data['checks'])} checks, failed: {', '.join(failed) or 'none'}; {path}")
     return 1 if failed else 0

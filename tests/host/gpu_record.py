@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,18 @@ class Record:
     def text(self, name: str, value: str) -> None:
         self.data["texts"][name] = value[-MAX_TEXT:]
 
-    @contextmanager
-    def part(self, name: str, *, needs: float = 0.0) -> Iterator[None]:
+    def part(self, name: str, call: Callable[..., None], *arguments: Any, needs: float = 0.0) -> None:
         """A part of the run: what it raises becomes a failed check, and the next part goes on. `needs`: seconds; a part
-        for which less is left is not begun."""
+        for which less is left is not begun, and that could not be told."""
+        if self.left() < needs:
+            self.check(name, None, error=f"left out: {self.left():.0f} s are left, it needs about {needs:.0f}")
+            return
         began = time.monotonic()
         try:
-            if self.left() < needs:
-                raise TimeoutError(f"left out: {self.left():.0f} s are left, it needs about {needs:.0f}")
-            yield
+            call(*arguments)
         except Exception as error:
             # Whatever it is: the run goes on, and the record says what happened.
-            self.check(name, None if isinstance(error, TimeoutError) and needs else False, error=str(error)[-3000:])
+            self.check(name, False, error=str(error)[-3000:])
             self.text(f"traceback {name}", traceback.format_exc())
         self.data["seconds"][name] = round(time.monotonic() - began, 2)
         self.write()

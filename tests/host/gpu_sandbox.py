@@ -27,26 +27,31 @@ LOOSER = {
 """Tried one by one, then all together, only where CUDA fails under the unit as it is shipped."""
 
 
+def unit_text(shipped: str, gpu: int, looser: list[str]) -> str:
+    """The launcher's unit with another command: every line of its sandbox, limits and slice is kept."""
+    lines = shipped.replace("%i", str(gpu)).partition("[Install]")[0].splitlines()
+    kept = [line for line in lines if line and not line.startswith("#") and not _NOT_OURS.match(line)]
+    command = f'ExecStart={PYTHON} -P /opt/tests/tests/host/gpu_probe.py outside \'{{"file": "{ORDER}"}}\''
+    own = ["Type=oneshot", command, f"StandardOutput=truncate:{OUTPUT}", "TimeoutStartSec=60", *looser]
+    return "\n".join([*kept, *own]) + "\n"
+
+
 def probe(
     world: World, slot: Slot, inside: dict[str, Any], *, looser: list[str] | None = None, **limits: Any
 ) -> dict[str, Any]:
     """What gpu_probe.py saw in a scope with this slot's devices and these limits (fields of ScopePlan)."""
-    shipped = world.box.read("/usr/lib/systemd/system/appliance-gpu@.service").replace("%i", str(slot.gpu))
-    kept = [line for line in shipped.splitlines() if not _NOT_OURS.match(line) and line != "[Unit]"]
-    service = "\n".join(kept).partition("[Install]")[0]
-    command = f'ExecStart={PYTHON} -P /opt/tests/tests/host/gpu_probe.py outside \'{{"file": "{ORDER}"}}\''
-    own = ["Type=oneshot", command, f"StandardOutput=truncate:{OUTPUT}", "TimeoutStartSec=60", *(looser or [])]
     order = {
         "gpu": slot.gpu, "devices": slot.nodes, "uuid": slot.uuid if slot.uuid.startswith("GPU-") else None,
         "uid": UID, "inside": inside, "limits": limits,
     }  # fmt: skip
-    box = world.box
-    box.write(f"/run/systemd/system/{UNIT}", "\n".join(["[Unit]", service, *own]) + "\n")
+    box, shipped = world.box, world.box.read("/usr/lib/systemd/system/appliance-gpu@.service")
+    box.write(f"/run/systemd/system/{UNIT}", unit_text(shipped, slot.gpu, looser or []))
     box.write(ORDER, json.dumps(order))
+    box.run(["rm", "-f", OUTPUT])
     box.run(["systemctl", "daemon-reload"])
     done = box.run(["systemctl", "start", UNIT], check=False, timeout=90)
     found: dict[str, Any] = {}
-    for line in box.read(OUTPUT).splitlines():
+    for line in box.run(["cat", OUTPUT], check=False).stdout.splitlines():
         if line.startswith("{"):
             found |= json.loads(line)
     if "outside" not in found:

@@ -89,7 +89,7 @@ class World:
     # -- install
     def install(self, bundle: str) -> dict[str, Any]:
         """The collection's own code; the units, sysusers.d and tmpfiles.d of the bundle, unchanged."""
-        done = self.box.run(["/usr/bin/python3", "/opt/tests/tests/host/gpu_install.py", bundle], timeout=180)
+        done = self.box.run(["/usr/bin/python3", "/opt/tests/tests/host/gpu_install.py", bundle], timeout=900)
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
 
@@ -179,6 +179,7 @@ class World:
         )
         with process:
             try:
+                assert process.stdout and process.stderr
                 line = process.stdout.readline()
                 if line.strip() != "begun":
                     raise HostError(f"the clients ended: {line}{process.stderr.read()[-2000:]}")
