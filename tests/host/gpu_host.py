@@ -47,8 +47,9 @@ def card() -> list[dict[str, str]]:
         )
     except OSError:
         return []
+    rows = [[value.strip() for value in line.split(",")] for line in answer.stdout.splitlines()]
     names = fields.split(",")
-    return [dict(zip(names, (v.strip() for v in line.split(",")), strict=True)) for line in answer.stdout.splitlines()]
+    return [dict(zip(names, row)) if len(row) == len(names) else {"said": ", ".join(row)} for row in rows]
 
 
 def wake_gpus(stack: ExitStack, record: Record) -> None:
