@@ -216,7 +216,7 @@ class Run:
             self.record.figure(f"engine of gpu{slot.gpu}", entry)
 
     def undisturbed(self, world: World) -> None:
-        streams, tokens = LOAD[self.args.backend]
+        streams, tokens = self.args.load or LOAD[self.args.backend]
         self.requests = checks.bodies(world, streams, tokens)
         with world.load(self.requests) as result:
             pass
@@ -230,6 +230,7 @@ class Run:
     def parts(self, world: World) -> None:
         """In this order; a part is left out where its time would not suffice."""
         record, backend = self.record, self.args.backend
+        record.only = self.args.parts
         record.part("completion", checks.completion, world, record)
         record.part("the same bits", checks.same_bits, world, record)
         for slot in world.slots:
@@ -282,6 +283,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--extra", type=Path, help="wheels for Python 3.11 that bench_gateway needs: psutil")
     parser.add_argument("--backend", choices=list(ENGINE), default="cuda")
+    parser.add_argument("--load", type=int, nargs=2, metavar=("STREAMS", "TOKENS"), help="of the runs under load")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="of those after `release`; default: all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="parts that do not fit any more are left out")
     args = parser.parse_args()
     head = machine()

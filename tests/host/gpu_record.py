@@ -22,6 +22,7 @@ class Record:
         self.path, self.strict = path, strict
         self._began = time.monotonic()
         self._seconds = seconds
+        self.only: list[str] | None = None  # parts that are wanted; None: all
         self.data: dict[str, Any] = head | {"checks": {}, "figures": {}, "texts": {}, "seconds": {}}
         self.write()
 
@@ -50,6 +51,8 @@ class Record:
     def part(self, name: str, call: Callable[..., None], *arguments: Any, needs: float = 0.0) -> None:
         """A part of the run: what it raises becomes a failed check, and the next part goes on. `needs`: seconds; a part
         for which less is left is not begun, and that could not be told."""
+        if self.only is not None and name not in self.only:
+            return
         if self.left() < needs:
             self.check(name, None, error=f"left out: {self.left():.0f} s are left, it needs about {needs:.0f}")
             return
