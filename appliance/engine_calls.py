@@ -46,6 +46,12 @@ class EngineCalls:
             raise EngineUnavailable(f"{self.socket}: the engine does not say which device it runs on")
         return name
 
+    def context(self) -> int | None:
+        """The longest sequence it takes; None: it does not say."""
+        table = self.state().get("engine")
+        length = table.get("max_model_len") if isinstance(table, dict) else None
+        return length if type(length) is int and length > 0 else None
+
     def golden(self, prompt_ids: list[int]) -> dict[str, Any]:
         """{"sha256", "positions", "finite"} of the float32 logits of every position of the prompt."""
         return self._control("golden", {"prompt_ids": prompt_ids}, {"sha256": str, "positions": int, "finite": bool})
@@ -66,7 +72,7 @@ class EngineCalls:
             logprobs = answer["choices"][0]["logprobs"]
             own = [float(value) for value in logprobs["token_logprobs"][-last:]]
             best = [max(map(float, top.values())) for top in logprobs["top_logprobs"][-last:]]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise EngineUnavailable(f"{self.socket}: no logprobs in the answer: {error!r}") from None
         if len(own) != last or len(best) != last or len(logprobs["token_logprobs"]) != len(ids):
             raise EngineUnavailable(f"{self.socket}: logprobs of {len(own)} positions, asked for {last} of {len(ids)}")

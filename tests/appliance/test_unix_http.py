@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from appliance import engine_calls
 from appliance.admin_http import AdminError, get_json
@@ -82,3 +86,30 @@ def test_an_engine_that_never_ends_its_answer(server: Path, monkeypatch: pytest.
     with pytest.raises(EngineUnavailable, match="timed out"):
         EngineCalls(server).checksum()
     assert time.monotonic() - began < 10
+
+
+KEYS = ["engine", "device", "backend", "name", "max_model_len", "result", "sha256", "positions", "finite", "expected",
+        "actual", "ok", "choices", "logprobs", "token_logprobs", "top_logprobs"]  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "cpu", "\ud800", 10**4000])
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+)
+LOGPROBS = st.fixed_dictionaries({"token_logprobs": VALUES, "top_logprobs": VALUES})
+CHOICES = st.fixed_dictionaries({"choices": st.lists(st.fixed_dictionaries({"logprobs": LOGPROBS}), max_size=1)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4) | CHOICES)
+def test_any_answer_of_an_engine_is_understood_or_unavailable(answer: dict[str, Any]) -> None:
+    class Calls(EngineCalls):
+        def _ask(self, *_: Any) -> dict[str, Any]:
+            return answer
+
+    calls = Calls(Path("x"))
+    questions: list[Callable[[], Any]] = [
+        calls.device, calls.context, calls.checksum, lambda: calls.golden([1]),
+        lambda: calls.forced_logprobs("m", [1, 2], 1),
+    ]  # fmt: skip
+    for question in questions:
+        with contextlib.suppress(EngineUnavailable):
+            question()
