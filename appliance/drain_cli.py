@@ -8,13 +8,13 @@ is served.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import time
-from typing import Any, Protocol, cast
+from typing import Any
 
 from appliance.admin_http import AdminError, NotRunning, get_json
 from appliance.arguments import add_common, bound_gpus, gpu_number, seconds, set_epilog
+from appliance.control import ControlClient
 from appliance.events import append_event
 from appliance.log import ApplianceError, ExitCode, Progress, UsageError, emit_json, printable
 from appliance.paths import SLOT_NAMES, Paths
@@ -38,18 +38,6 @@ class DrainTimeout(ApplianceError):
     """There are still requests in flight."""
 
     exit_code = ExitCode.INCONCLUSIVE
-
-
-class Control(Protocol):
-    """appliance.control.ControlClient."""
-
-    def call(self, op: str, **args: Any) -> dict[str, Any]: ...
-
-
-def control_client(paths: Paths, gpu: int) -> Control:
-    """The launcher's control socket."""
-    module = importlib.import_module("appliance.control")
-    return cast(Control, module.ControlClient(paths, gpu))
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -121,11 +109,11 @@ def _drain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace, progres
         "mode": "abort" if args.abort else "graceful",
     }
     for gpu in gpus:
-        control_client(paths, gpu).call("hold", **hold, wait=False)
+        ControlClient(paths, gpu).call("hold", **hold, wait=False)
     for gpu in gpus if args.wait else ():
         progress.stage(f"waiting until gpu {gpu} has no requests in flight")
         # A hold that is already there is only waited for: the launcher keeps its time.
-        control_client(paths, gpu).call("hold", **hold, wait=True, timeout=max(0.0, deadline - time.monotonic()))
+        ControlClient(paths, gpu).call("hold", **hold, wait=True, timeout=max(0.0, deadline - time.monotonic()))
     text = "drained" if args.wait else "draining"
     return [{"what": f"gpu {gpu}", "gpu": gpu, "text": text} for gpu in gpus]
 
@@ -135,8 +123,8 @@ def _undrain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace) -> li
     results = []
     for gpu in gpus:
         extra = {"wait": True, "timeout": max(0.0, deadline - time.monotonic())} if args.wait else {"wait": False}
-        control_client(paths, gpu).call("unhold", owner=OWNER, **extra)
-        left = (control_client(paths, gpu).call("status").get("state") or {}).get("holds") or {}
+        ControlClient(paths, gpu).call("unhold", owner=OWNER, **extra)
+        left = (ControlClient(paths, gpu).call("status").get("state") or {}).get("holds") or {}
         text = "back in service" if not left else f"still held by {', '.join(map(printable, left))}"
         results.append({"what": f"gpu {gpu}", "gpu": gpu, "text": text, "holds": left})
     return results

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from appliance.control import ControlClient
 from appliance.gpus import read_slots
 from appliance.hostconfig import HostConfig
 from appliance.log import ApplianceError, ExitCode, Progress
@@ -38,14 +39,6 @@ class Control(Protocol):
 Connect = Callable[[Paths, int], Control]
 
 
-def connect(paths: Paths, gpu: int) -> Control:
-    """The real client."""
-    from appliance.control import ControlClient
-
-    client: Control = ControlClient(paths, gpu)
-    return client
-
-
 @dataclass(slots=True)
 class Fleet:
     """`states` keys and all `gpu` arguments are slot numbers."""
@@ -53,7 +46,7 @@ class Fleet:
     paths: Paths
     config: HostConfig
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
-    connect: Connect = connect
+    connect: Connect = ControlClient
     _stage_bytes: int = field(default=0, init=False)
 
     def gpus(self) -> dict[int, str]:

@@ -15,12 +15,12 @@ import os
 import pwd
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import command
 from appliance.gpus import read_slots
 from appliance.hostconfig import load_config
 from appliance.log import ApplianceError, ExitCode, report_error
@@ -126,15 +126,15 @@ def apply(action: Action) -> None:
         except OSError as error:
             print(f"open {action.path}: {error.strerror}", file=sys.stderr)
         return
-    try:
-        result = subprocess.run(action.argv, timeout=_TIMEOUT_SECONDS, check=False, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
+    result = command.run(action.argv, timeout=_TIMEOUT_SECONDS)
+    sys.stderr.write(result.stderr.decode(errors="replace"))
+    if result.timed_out:
         raise ApplianceError(
             f"`{action}` did not end in {_TIMEOUT_SECONDS:.0f} s",
             hint="the driver hangs: see `journalctl -k -g NVRM`; a reboot may be needed",
-        ) from None
-    if result.returncode != 0:
-        print(f"{action}: exit status {result.returncode}", file=sys.stderr)
+        )
+    if not result.ok:
+        print(f"{action}: {result.why()}", file=sys.stderr)
 
 
 def problems(state: State, user: pwd.struct_passwd, groups: Sequence[int]) -> list[Problem]:
@@ -217,8 +217,9 @@ def _warn_of_absent(state: State, paths: Paths) -> None:
 def _wake_launchers() -> None:
     """Nodes were made anew (the driver was loaded again): running launchers look again; those that start are waiting
     for us anyway. A reload never starts anything."""
-    command = ["systemctl", "--no-block", "reload", "appliance-gpu@*.service"]
-    subprocess.run(command, timeout=_TIMEOUT_SECONDS, check=False, stdin=subprocess.DEVNULL)
+    result = command.run(["systemctl", "--no-block", "reload", "appliance-gpu@*.service"], timeout=_TIMEOUT_SECONDS)
+    if not result.ok:
+        print(f"warning: the launchers were not told of new nodes: {result.why()}", file=sys.stderr)
 
 
 def _wanted(gpus: Sequence[DriverGpu]) -> list[tuple[str, tuple[str, ...], int]]:

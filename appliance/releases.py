@@ -50,6 +50,10 @@ class ReleaseRefused(ReleaseError):
     exit_code = ExitCode.REFUSED
 
 
+class ReleaseUnreadable(ReleaseError):
+    """The disk or the permissions did not let us read it: another try may succeed."""
+
+
 class ReleaseOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a release may decide about its engine; None = the host's appliance.toml. Narrower than the engine's command
     line: where it listens, who may use it and how much of the GPU it takes belong to the host."""
@@ -69,7 +73,7 @@ class Release(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     engine_version: str
     python: str  # argv[0] of the engine where /usr/lib/appliance/ENGINE_VERSION is not there (a checkout)
     options: ReleaseOptions
-    model_bytes: int
+    model_bytes: Annotated[int, Meta(ge=0)]
     model: str  # its name in the model store, when the release was made
     linked: bool
     family: str
@@ -88,7 +92,7 @@ class Release(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
         """The Python of the engine version that this release was made with. ReleaseError if that is not installed."""
         packaged = paths.lib / self.engine_version / "venv" / "bin" / "python"
         for python in (packaged, Path(self.python)):
-            if python.is_file():
+            if os.access(python, os.X_OK):
                 return python
         raise ReleaseError(
             f"release {self.name} needs the engine of appliance {self.engine_version}, which is not installed",
@@ -125,7 +129,7 @@ class ReleaseStore:
         except NotADirectoryError:
             state = None
         except OSError as error:
-            raise ReleaseError(f"cannot read {path}: {error.strerror}", hint="run it as root?") from None
+            raise ReleaseUnreadable(f"cannot read {path}: {error.strerror}", hint="run it as root?") from None
         if state is None:
             raise ReleaseError(
                 f"there is no release {name!r} in {self.paths.releases}", hint="see `appliance release list`"

@@ -2,7 +2,7 @@
 
 One event "unit-failed" in events.jsonl, and the same in two lines in the journal. Everything is read from systemd,
 /proc, /sys and the kernel's log; no NVML (the watchdog is its only user) and no device is opened, so a GPU that hangs
-cannot hang the report. `gpu_facts` is also for the launcher, when an engine dies.
+cannot hang the report.
 
 What cannot be read is "unknown" in the event; a report is never refused for it.
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance import command
 from appliance.events import append_event
-from appliance.gpus import read_slots, visible_gpus
+from appliance.gpu_facts import GpuFacts, gpu_facts
+from appliance.gpus import read_slots
 from appliance.log import ApplianceError, UsageError, printable, report_error
 from appliance.paths import Paths
 from appliance.statefile import read_state
@@ -40,47 +40,6 @@ _STATUS_MEANING = {
     "226": "its sandbox cannot be set up: a path in a drop-in that is not there?",
     "243": "its credentials cannot be read: see /etc/appliance/credentials",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
-    state: str
-    pci: str | None = None  # 0000:1b:00.0, where the driver shows the GPU
-
-
-def gpu_facts(
-    uuid: str, proc: Path = Path("/proc/driver/nvidia"), pci: Path = Path("/sys/bus/pci/devices")
-) -> GpuFacts:
-    """State of one GPU in a word: "shown" by the driver, "no-driver", "off-bus" (a GPU of this host answers no PCI read
-    any more), "not-shown" (on the bus, but not by this UUID), "unknown"."""
-    try:
-        if not (proc / "version").exists():
-            return GpuFacts("no-driver")
-        for gpu in visible_gpus(proc / "gpus", pci):
-            if gpu.uuid == uuid:  # the driver goes on showing a GPU that fell off the bus: the bus has the last word
-                return GpuFacts("off-bus" if _answers(pci / gpu.pci) is False else "shown", gpu.pci)
-        silent = any(_answers(device) is False for device in pci.iterdir() if _is_gpu(device))
-        return GpuFacts("off-bus" if silent else "not-shown")
-    except OSError:
-        return GpuFacts("unknown")
-
-
-def _is_gpu(device: Path) -> bool:
-    """NVIDIA, display or 3D controller; sysfs keeps both from when the device was found."""
-    try:
-        vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-    except OSError:
-        return False
-    return vendor == "0x10de" and kind.startswith("0x03")
-
-
-def _answers(device: Path) -> bool | None:
-    """Whether a read of the PCI configuration space comes back (all ones: nobody answers); None: cannot be read."""
-    try:
-        with (device / "config").open("rb") as file:
-            return file.read(4) != b"\xff\xff\xff\xff"
-    except OSError:
-        return None
 
 
 def diagnose(unit: dict[str, str], gpu: GpuFacts | None, kernel: Sequence[str]) -> str:
@@ -168,21 +127,18 @@ def _properties(unit: str) -> dict[str, str]:
 
 def _kernel_lines() -> list[str]:
     """The last messages of the driver in this boot and the last ten minutes."""
-    command = ["journalctl", "-k", "-b", "--since", "-10min", "-n", str(_KERNEL_LINES), "-o", "cat", "-q", "--no-pager"]
-    return [line[:_LINE_CHARS] for line in _output([*command, "-g", "NVRM|nvidia"])][-_KERNEL_LINES:]
+    argv = ["journalctl", "-k", "-b", "--since", "-10min", "-n", str(_KERNEL_LINES), "-o", "cat", "-q", "--no-pager"]
+    return [line[:_LINE_CHARS] for line in _output([*argv, "-g", "NVRM|nvidia"])][-_KERNEL_LINES:]
 
 
-def _output(command: list[str]) -> list[str]:
-    """Lines of stdout; none (and a warning) if the command is not there or hangs. journalctl -g exits with 1 when
+def _output(argv: list[str]) -> list[str]:
+    """Lines of stdout; none (and a warning) if the program is not there or hangs. journalctl -g exits with 1 when
     nothing matches, so the status says little."""
-    try:
-        result = subprocess.run(
-            command, timeout=_TIMEOUT_SECONDS, capture_output=True, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"warning: {error}", file=sys.stderr)
+    result = command.run(argv, timeout=_TIMEOUT_SECONDS)
+    if result.code == command.NOT_FOUND or result.timed_out:
+        print(f"warning: {result.why()}", file=sys.stderr)
         return []
-    return result.stdout.decode("utf-8", "replace").splitlines()
+    return result.text.splitlines()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,7 +124,7 @@ class Rollout:
             if problem := room_for(self.fleet, state, self.release.name):
                 raise ReleaseRefused(
                     f"the memory cannot hold it: {problem}",
-                    hint="set engine.gpu_memory_fraction to 0.5 or less, or engine.placement to exclusive",
+                    hint="lower engine.gpu_memory_fraction, settle the other slot first, or engine.placement exclusive",
                 )
 
     def _check_golden(self, gpu: int, outcome: Outcome) -> None:

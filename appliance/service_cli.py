@@ -36,6 +36,8 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
     progress.stage(f"{verb} {' '.join(units)}")
     argv = ["systemctl", verb, *(["--no-block"] if args.no_block else []), "--", *units]
     try:
+        if verb == "stop" and not gpus and not args.no_block:
+            argv += _parts(units[0], run_command)
         result = run_command(argv, timeout=args.timeout)
     finally:
         progress.finish()
@@ -47,6 +49,13 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
         done = f"{_DONE[verb]}" if not args.no_block else f"{verb} asked for"
         print(f"{', '.join(units)}: {done}")
     return ExitCode.DONE
+
+
+def _parts(target: str, run_command: command.Runner) -> list[str]:
+    """What is PartOf= the target. `systemctl stop TARGET` stops them as well, but returns when the target has stopped,
+    which is before them; it waits for units that are named."""
+    result = run_command(["systemctl", "show", "--property=ConsistsOf", "--value", "--", target], timeout=30.0)
+    return sorted(command.check(result, f"asking systemd for the units of {target}").text.split())
 
 
 def _failure(verb: str, units: list[str], result: Result, timeout: float) -> ApplianceError:

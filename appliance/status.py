@@ -16,7 +16,8 @@ from appliance import __version__
 from appliance.admin_http import AdminError, NotRunning, get_json
 from appliance.gpus import read_slots
 from appliance.log import ApplianceError
-from appliance.paths import RELEASE_NAME, SLOT_NAMES, Paths
+from appliance.paths import SLOT_NAMES, Paths
+from appliance.slots import pointer
 from appliance.statefile import read_bounded, read_state
 
 SCHEMA = 1
@@ -29,7 +30,7 @@ Document = dict[str, Any]
 def read_status(paths: Paths, root: Path = Path("/")) -> Document:
     """The whole document; `root` has proc and sys below it (tests)."""
     problems: list[str] = []
-    slots = {slot: pointed_release(paths, slot) for slot in SLOT_NAMES}
+    slots = {slot: _attempt(lambda slot=slot: pointer(paths, slot), problems, slot) for slot in SLOT_NAMES}
     gateways = [_gateway(paths, slot) for slot in SLOT_NAMES]
     host = {"name": os.uname().nodename, "drain": _attempt(lambda: _drain(paths), problems, "drain.json")}
     bound = _attempt(lambda: read_slots(paths.gpus), problems, "gpus.json") or {}
@@ -45,15 +46,6 @@ def read_status(paths: Paths, root: Path = Path("/")) -> Document:
     }
     problems += find_problems(document)
     return document | {"ok": not problems, "problems": problems}
-
-
-def pointed_release(paths: Paths, slot: str) -> str | None:
-    """The release that a slot's pointer names (the commit point of appliance/slots.py); None if there is none."""
-    try:
-        name = os.path.basename(os.readlink(paths.slot_pointer(slot)))
-    except OSError:
-        return None
-    return name if RELEASE_NAME.fullmatch(name) else None
 
 
 def _attempt(read: Any, problems: list[str], what: str) -> Any:

@@ -13,8 +13,9 @@ from appliance import __version__
 from appliance.arguments import add_common
 from appliance.log import ApplianceError, ExitCode, emit_json, printable
 from appliance.paths import SLOT_NAMES, Paths
-from appliance.statefile import read_bounded, read_state
-from appliance.status import pointed_release
+from appliance.releases import ReleaseStore
+from appliance.slots import pointer
+from appliance.statefile import read_bounded
 
 _PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "jinja2", "prometheus-client", "pycuda", "cuda-bindings")
 
@@ -84,14 +85,17 @@ def _system(root: Path) -> str | None:
 
 
 def _release(paths: Paths, slot: str) -> dict[str, Any] | None:
-    name = pointed_release(paths, slot)
-    if name is None:
+    try:
+        name = pointer(paths, slot)
+        if name is None:
+            return None
+    except ApplianceError:  # `doctor` says what is wrong with it
         return None
     try:
-        release = read_state(paths.release(name) / "release.json", schema=1) or {}
-    except (OSError, ApplianceError):
-        release = {}
-    return {"release": name, "engine_version": release.get("engine_version")}
+        version = ReleaseStore(paths).get(name).engine_version
+    except ApplianceError:
+        version = None
+    return {"release": name, "engine_version": version}
 
 
 def _package(name: str) -> str | None:

@@ -44,6 +44,7 @@ def main() -> int:
     )  # fmt: skip
     args = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(EPOCH))
+    os.umask(0o022)  # modes are in the wheel
     try:
         print(build(args))
     except ApplianceError as error:

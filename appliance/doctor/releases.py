@@ -11,8 +11,8 @@ from appliance.doctor.report import Check, Finding, Host, degraded, failed, ok
 from appliance.gpus import visible_gpus
 from appliance.log import ApplianceError
 from appliance.paths import RELEASE_NAME, SLOT_NAMES
+from appliance.slots import SlotError, pointer
 from appliance.statefile import read_state
-from appliance.status import pointed_release
 
 _SCHEMA = 1
 
@@ -51,7 +51,7 @@ def releases(host: Host) -> list[Finding]:
     directory = host.paths.releases
     entries = sorted(directory.iterdir()) if directory.is_dir() else []
     names = [entry for entry in entries if not entry.name.startswith(".")]
-    used = {pointed_release(host.paths, slot) for slot in SLOT_NAMES}
+    used = {_pointed(host, slot) for slot in SLOT_NAMES}
     found = []
     for entry in names:
         if problem := quick_problem(entry):
@@ -64,16 +64,26 @@ def releases(host: Host) -> list[Finding]:
 def slots(host: Host) -> list[Finding]:
     found = []
     for slot in SLOT_NAMES:
-        pointer, name = host.paths.slot_pointer(slot), pointed_release(host.paths, slot)
-        if name is None and os.path.lexists(pointer):
-            found.append(failed(f"slot {slot} is no pointer to a release", f"appliance release use NAME --slot {slot}"))
-        elif name is None and slot == "stable":
+        try:
+            name = pointer(host.paths, slot)
+        except SlotError as error:
+            found.append(failed(error.message, error.hint or ""))
+            continue
+        if name is None and slot == "stable":
             found.append(failed("slot stable has no release: nothing is served", "appliance release use NAME"))
         elif name is not None and not host.paths.release(name).is_dir():
             found.append(failed(f"slot {slot} points at {name}, which is not there", "appliance release use NAME"))
         elif name is not None:
             found.append(ok(f"slot {slot}: {name}"))
     return found
+
+
+def _pointed(host: Host, slot: str) -> str | None:
+    """None as well where the pointer is broken: `slots` says so."""
+    try:
+        return pointer(host.paths, slot)
+    except SlotError:
+        return None
 
 
 def golden(host: Host) -> list[Finding]:
@@ -83,7 +93,7 @@ def golden(host: Host) -> list[Finding]:
     else:
         gpus = visible_gpus(host.root / "proc/driver/nvidia/gpus", host.root / "sys/bus/pci/devices")
         devices = {re.sub(r"[^A-Za-z0-9._-]+", "-", gpu.model).strip("-.") for gpu in gpus}
-    names = list(dict.fromkeys(name for slot in SLOT_NAMES if (name := pointed_release(host.paths, slot))))
+    names = list(dict.fromkeys(name for slot in SLOT_NAMES if (name := _pointed(host, slot))))
     if not names:
         return [ok("no slot has a release")]
     found = []

@@ -22,7 +22,8 @@ import msgspec
 from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Connection, Pool, UpstreamError
 from appliance.log import ApplianceError
-from appliance.paths import RELEASE_NAME, Paths
+from appliance.paths import Paths
+from appliance.slots import SlotError, pointer
 from appliance.statefile import read_state
 from engine.log import log_event
 
@@ -41,8 +42,8 @@ class EngineEntry(msgspec.Struct, kw_only=True, frozen=True):
     """One engine in a launcher's state file."""
 
     release: str
-    socket: str
     state: str
+    socket: str | None = None  # None: it could not even be planned
     admitted: bool = False
     pid: int | None = None
     restarts: int = 0
@@ -69,6 +70,7 @@ class Engine:
     def __init__(self, gpu: int, entry: EngineEntry, load: Load | None = None) -> None:
         self.load = load
         self.gpu, self.release, self.pid = gpu, entry.release, entry.pid
+        assert entry.socket is not None
         self.pool = Pool(entry.socket)
         self.in_flight = 0
         self.reachable: bool | None = None  # None: not known yet
@@ -107,12 +109,13 @@ class Engines:
         self.draining: str | None = None  # reason of a host drain
         self.load: Load | None = None  # shared with other workers, where there are any
         self._paths = paths
+        self._pointer_error: str | None = None
         self._before: list[str] = []  # releases of the pointer before this one, newest first
-        self._engines: dict[tuple[int, str, str, int | None], Engine] = {}
+        self._engines: dict[tuple[int, str, str | None, int | None], Engine] = {}
         self._stamps: dict[int, tuple[int, int, int]] = {}
         self._drain_stamp: tuple[int, int, int] | None = None
         self._change: asyncio.Event = asyncio.Event()
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probes: dict[Engine, asyncio.Task[None]] = {}
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class Engines:
             await asyncio.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        for task in self._probes:
+        for task in self._probes.values():
             task.cancel()
         for engine in self._engines.values():
             engine.pool.close()
@@ -211,7 +214,14 @@ class Engines:
             self.notify()
 
     def _poll_pointer(self) -> bool:
-        name = read_pointer(self._paths, self.slot)
+        try:
+            name = pointer(self._paths, self.slot)
+            self._pointer_error = None
+        except SlotError as error:  # what serves goes on, here as in the launchers
+            if error.message != self._pointer_error:
+                self._pointer_error = error.message
+                log_event(logger, logging.ERROR, "slot_not_read", slot=self.slot, error=error.message)
+            return False
         if name == self.release:
             return False
         if self.release is not None:
@@ -258,7 +268,7 @@ class Engines:
             (gpu, entry.release, entry.socket, entry.pid): entry
             for gpu, state in self.launchers.items()
             for entry in state.engines
-            if entry.admitted and state.admitted
+            if entry.admitted and state.admitted and entry.socket is not None
         }
         for key in self._engines.keys() - found.keys():
             engine = self._engines.pop(key)
@@ -280,14 +290,12 @@ class Engines:
     # ---- does its socket answer? -----------------------------------------------------------------------------------
 
     def _begin_probe(self, engine: Engine) -> None:
-        if engine in {task.engine for task in self._probes if isinstance(task, _Probe)}:
-            return
-        task = _Probe(self._probe(engine), engine)
-        self._probes.add(task)
-        task.add_done_callback(self._probed)
+        if engine not in self._probes:
+            task = self._probes[engine] = asyncio.get_running_loop().create_task(self._probe(engine))
+            task.add_done_callback(lambda task: self._probed(engine, task))
 
-    def _probed(self, task: asyncio.Task[None]) -> None:
-        self._probes.discard(task)
+    def _probed(self, engine: Engine, task: asyncio.Task[None]) -> None:
+        del self._probes[engine]
         if not task.cancelled() and (error := task.exception()) is not None:
             log_event(logger, logging.ERROR, "probe_failed", repr(error))
 
@@ -306,12 +314,6 @@ class Engines:
             await asyncio.sleep(POLL_SECONDS)
 
 
-class _Probe(asyncio.Task[None]):
-    def __init__(self, coro: Any, engine: Engine) -> None:
-        super().__init__(coro)
-        self.engine = engine
-
-
 async def _answers(pool: Pool) -> bool:
     connection: Connection
     try:
@@ -327,15 +329,6 @@ async def _answers(pool: Pool) -> bool:
     except (UpstreamError, TimeoutError):
         return False
     return True
-
-
-def read_pointer(paths: Paths, slot: str) -> str | None:
-    """The release that a slot's pointer names, or None."""
-    try:
-        name = os.path.basename(os.readlink(paths.slot_pointer(slot)))
-    except OSError:
-        return None
-    return name if RELEASE_NAME.fullmatch(name) else None
 
 
 def _gpus(run: Path) -> list[int]:

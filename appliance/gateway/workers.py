@@ -219,7 +219,8 @@ class Supervisor:
         if number != signal.SIGHUP:
             self._worker.leave()
         for child in self._children:
-            if child.process.returncode is None:
+            # One that still starts reads the new files anyway, and has no handler for SIGHUP yet.
+            if child.process.returncode is None and (number != signal.SIGHUP or child.ready.is_set()):
                 child.process.send_signal(number)
 
     async def _announce(self) -> None:
@@ -248,6 +249,8 @@ class Supervisor:
         while not self._worker.stop.is_set():
             child = await self._start(index)
             self._children.append(child)
+            if self._worker.stop.is_set():
+                child.process.terminate()  # it came too late for the signal to the others
             await child.listen()
             status = await child.process.wait()
             self._children.remove(child)

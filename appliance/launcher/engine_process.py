@@ -49,6 +49,7 @@ class Surroundings:
     plan: Callable[[str], EngineSpec]
     changed: Callable[[], None]  # after every change of what as_dict() shows
     event: Callable[..., None]
+    gpu_facts: Callable[[], dict[str, Any]] = dict  # what became of the GPU, for the event of an engine that gave up
     compare_scope: Callable[..., Findings] = check_scope
     spawn: Callable[[EngineSpec, int, int], tuple[int, socket.socket]] = spawn_trampoline
 
@@ -360,6 +361,7 @@ class EngineProcess:
             "engine", release=self.release, state=str(state), was=str(before), engine_pid=self.pid,
             reason=self._kill_reason if state is State.STOPPING else None,
             last_exit=self.last_exit if state in (State.BACKOFF, State.FAILED, State.GONE) else None,
+            **(self._around.gpu_facts() if state is State.FAILED else {}),
         )  # fmt: skip
         self._around.changed()
 

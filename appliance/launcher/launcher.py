@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.events import append_event
+from appliance.gpu_facts import gpu_facts
 from appliance.hostconfig import HostConfig, load_config
 from appliance.launcher import operations
 from appliance.launcher.control_server import Client, ControlServer, failure
@@ -81,7 +82,9 @@ class Launcher:
         self._file = StateFile(paths.launcher_state(gpu))
         self._status, self._status_heard = "", ""
         self._server: ControlServer | None = None
-        self.around = Surroundings(loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event)
+        self.around = Surroundings(
+            loop, scopes, gpu, user.uid, user.gid, config, self._plan, self.changed, self.event, self._gpu_facts
+        )
 
     # -- start and end
     def start(self) -> None:
@@ -199,6 +202,12 @@ class Launcher:
 
     def _plan(self, release: str) -> EngineSpec:
         return plan_engine(self.paths, self.config, self.gpu, self.uuid, release)
+
+    def _gpu_facts(self) -> dict[str, Any]:
+        if self.config.gpus.backend != "cuda":
+            return {}
+        facts = gpu_facts(self.uuid)
+        return {"gpu_state": facts.state, "pci": facts.pci}
 
     # -- those who wait
     def wait_for(self, outcome: operations.Outcome, client: Client, seconds: float) -> None:

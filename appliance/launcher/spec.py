@@ -3,21 +3,20 @@ device minors and NUMA nodes may change with a driver reload. Changes nothing.""
 
 from __future__ import annotations
 
-import errno
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from appliance.gpus import Gpu, find_gpu
 from appliance.hostconfig import HostConfig, gpu_memory_fraction, parse_cpus, parse_size
 from appliance.launcher.scope import ScopePlan
-from appliance.log import ApplianceError, ExitCode
-from appliance.paths import RELEASE_NAME, SLOT_NAMES, Paths
-from appliance.statefile import read_state
+from appliance.log import ApplianceError, ExitCode, UsageError
+from appliance.paths import SLOT_NAMES, Paths
+from appliance.releases import Release, ReleaseError, ReleaseStore, ReleaseUnreadable
+from appliance.slots import SlotError, pointer
+from appliance.statefile import StateError
 from engine.spawn import python_env
 
-SCHEMA = 1
 _GIB = 1 << 30
 _OVERHEAD = 4 * _GIB  # both processes, their libraries, page tables, pinned buffers
 _STOP_GRACE = 15.0  # after drain_timeout: last errors to clients, the memory given back
@@ -34,76 +33,28 @@ class SpecError(ApplianceError):
     exit_code = ExitCode.REFUSED
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """release.json, as far as the launcher needs it."""
-
-    name: str
-    model_name: str
-    engine_version: str
-    python: str
-    model_bytes: int
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 def read_release(paths: Paths, name: str) -> Release:
-    """SpecError names the file and the key."""
-    if not RELEASE_NAME.fullmatch(name):
-        raise SpecError(f"{name!r} is no release name", hint="lower-case letters, digits, '.', '_', '-'; at most 64")
-    path = paths.release(name) / "release.json"
-    table = read_state(path, schema=SCHEMA)
-    if table is None:
-        raise SpecError(f"there is no release {name}", hint="`appliance release list` shows what there is")
-
-    def take(key: str, kind: type, default: Any = None) -> Any:
-        value = table.get(key, default)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise SpecError(f"{path}: {key}: {value!r} is no {kind.__name__}", hint="`appliance release verify`")
-        return value
-
-    release = Release(
-        take("name", str),
-        take("model_name", str),
-        take("engine_version", str),
-        take("python", str, ""),
-        take("model_bytes", int),
-        take("options", dict, {}),
-    )
-    if release.name != name or release.model_bytes < 0:
-        raise SpecError(f"{path} is not of release {name}", hint="`appliance release verify`")
-    _check_options(path, release.options)
-    return release
-
-
-def _check_options(path: Path, options: dict[str, Any]) -> None:
-    for key, value in options.items():
-        if key == "arguments":
-            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        elif key == "gpu_memory_fraction":
-            good = isinstance(value, float) and 0 < value <= 0.95
-        else:
-            good = key in _OPTION_FLAGS and isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not good and value is not None:
-            raise SpecError(f"{path}: options.{key}: {value!r} is not usable", hint="`appliance release verify`")
+    """SpecError names the file and the key; ReleaseUnreadable where the disk did not answer, which may pass."""
+    try:
+        return ReleaseStore(paths).get(name)
+    except ReleaseUnreadable:
+        raise
+    except (ReleaseError, StateError, UsageError) as error:
+        raise SpecError(error.message, hint=error.hint) from None
 
 
 def pointed_releases(paths: Paths, before: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """(slot -> release of the pointers that are set, symlinks to ../releases/NAME; what could not be read). A pointer
-    that cannot be read counts as it did `before`: it must not stop an engine that serves."""
+    """(slot -> release of the pointers that are set; what could not be read). A pointer that cannot be read counts as
+    it did `before`: it must not stop an engine that serves."""
     found, problems = {}, []
     for slot in SLOT_NAMES:
-        path = paths.slot_pointer(slot)
         try:
-            name = Path(os.readlink(path)).name
-            if not RELEASE_NAME.fullmatch(name):
-                raise OSError(errno.EINVAL, f"it names no release but {name!r}")
+            name = pointer(paths, slot)
+        except SlotError as error:
+            problems.append(error.message)
+            name = before.get(slot)
+        if name is not None:
             found[slot] = name
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-            if slot in before:
-                found[slot] = before[slot]
     return found, problems
 
 
@@ -125,17 +76,17 @@ def plan_engine(paths: Paths, config: HostConfig, gpu: int, uuid: str, name: str
     memory_max, fraction = plan_memory(config, release, memory_total())
     socket = paths.engine_socket(gpu, name)
     argv = [
-        python, "-P", "-m", "engine", "--model-dir", str(paths.release(name) / "model"),
+        python, "-P", "-m", "engine", "--model-dir", str(release.model_dir(paths)),
         "--model-name", release.model_name, "--backend", config.gpus.backend, "--uds", str(socket),
         "--request-timeout", f"{config.engine.request_timeout:g}",
         "--drain-timeout", f"{config.engine.drain_timeout:g}",
         "--gpu-memory-fraction" if device else "--memory-fraction", f"{fraction:.4g}",
     ]  # fmt: skip
     for key, flag in _OPTION_FLAGS.items():
-        limits = [value for value in (getattr(config.engine, key), release.options.get(key)) if value is not None]
+        limits = [value for value in (getattr(config.engine, key), getattr(release.options, key)) if value is not None]
         if limits:
             argv += [flag, str(min(limits))]
-    argv += [*release.options.get("arguments", []), *config.engine.arguments]
+    argv += [*release.options.arguments, *config.engine.arguments]
     nodes = [f"/dev/nvidia{device.minor}", "/dev/nvidiactl", "/dev/nvidia-uvm"] if device else []
     scope = ScopePlan(
         gpu,
@@ -152,17 +103,12 @@ def plan_engine(paths: Paths, config: HostConfig, gpu: int, uuid: str, name: str
 
 
 def _python(paths: Paths, release: Release) -> tuple[str, str | None]:
-    """(interpreter, PYTHONPATH): that of the version the release was made with; where no such version is installed (a
-    checkout) the one recorded in the release, with our own packages."""
-    installed = paths.lib / release.engine_version / "venv/bin/python"
-    if installed.exists():
-        return str(installed), None
-    if release.python and os.access(release.python, os.X_OK):
-        return release.python, python_env().get("PYTHONPATH")
-    raise SpecError(
-        f"release {release.name} needs engine version {release.engine_version}, which is not installed",
-        hint=f"install that version of the appliance ({paths.lib / release.engine_version}), or add the release again",
-    )
+    """(interpreter, PYTHONPATH): an installed version brings its own packages, in a checkout ours are handed on."""
+    try:
+        python = release.engine_python(paths)
+    except ReleaseError as error:
+        raise SpecError(error.message, hint=error.hint) from None
+    return str(python), None if python.is_relative_to(paths.lib) else python_env().get("PYTHONPATH")
 
 
 def plan_memory(config: HostConfig, release: Release, total: int) -> tuple[int, float]:
@@ -171,7 +117,6 @@ def plan_memory(config: HostConfig, release: Release, total: int) -> tuple[int, 
     fraction = gpu_memory_fraction(config.engine)
     asked = parse_size(config.engine.memory_max)
     if config.gpus.backend == "cuda":
-        fraction = min(fraction, release.options.get("gpu_memory_fraction") or fraction)
         return asked or release.model_bytes + _OVERHEAD, fraction
     if asked:
         return asked, fraction

@@ -20,6 +20,7 @@ from typing import Any
 from appliance.command import NOT_FOUND, Result
 from appliance.paths import Paths
 from appliance.statefile import write_state
+from tests.release_files import release_json
 
 UUIDS = ["GPU-5fd4f087-86f3-7a43-b711-4771313afc50", "GPU-8f639255-9bdd-d28c-78be-e05a47c7049e"]
 
@@ -111,7 +112,7 @@ def add_release(paths: Paths, name: str, *, slot: str | None = None, golden: Seq
     (directory / "model").mkdir(parents=True)
     (directory / "golden").mkdir()
     (directory / "model" / "config.json").write_text("{}")
-    write_state(directory / "release.json", {"name": name, "engine_version": "0.1.0", "model_name": "m"}, schema=1)
+    (directory / "release.json").write_text(json.dumps(release_json(name, engine_version="0.1.0", model_name="m")))
     files = {name: {"size": (directory / name).stat().st_size, "sha256": "0" * 64} for name in
              ("release.json", "model/config.json")}  # fmt: skip
     write_state(directory / "manifest.json", {"files": files}, schema=1)

@@ -10,30 +10,21 @@ from typing import Any
 
 import pytest
 
-box_world = pytest.importorskip("tests.appliance.launcher.box_world")
-pytestmark = [pytest.mark.box, pytest.mark.slow]
+from tests.appliance.launcher.box_world import PYTHON, World, boot
+from tests.host import appliance_box
 
-GATEWAY = """
-[Service]
-Type=notify
-User=appliance
-Environment=PYTHONPATH={code}:{site}
-RuntimeDirectory=appliance/gateway
-RuntimeDirectoryPreserve=yes
-ExecStart=/usr/bin/python3 -P -m appliance.gateway --slot %i
-"""
+pytestmark = [pytest.mark.box, pytest.mark.slow]
 
 
 class Operator:
     """Root at a shell of the host."""
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.env = {"PYTHONPATH": f"{box_world.CODE}:{box_world.SITE}", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        argv = ["/usr/bin/python3", "-P", "-m", "appliance", *words]
-        done: subprocess.CompletedProcess[str] = self.world.box.run(argv, env=self.env, check=False, timeout=120)
+        argv = [PYTHON, "-P", "-m", "appliance", *words]
+        done: subprocess.CompletedProcess[str] = self.world.box.run(argv, check=False, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -44,16 +35,13 @@ class Operator:
 
 @pytest.fixture
 def operator(new_box: Callable[..., Any], tmp_path: Path) -> Operator:
-    world = box_world.boot(new_box, tmp_path)
+    world = boot(new_box, tmp_path)
     world.install()
-    unit = GATEWAY.format(code=box_world.CODE, site=box_world.SITE)
-    world.box.write("/etc/systemd/system/appliance-gateway@.service", unit)
-    world.box.write("/etc/systemd/system/appliance.target", "[Unit]\nDescription=LLM appliance\n")
-    world.box.run(["systemctl", "daemon-reload"])
+    world.box.run(["systemctl", "enable", *appliance_box.units()])
     return Operator(world)
 
 
-def has_memory_controller(world: Any) -> bool:
+def has_memory_controller(world: World) -> bool:
     return "memory" in world.box.read("/sys/fs/cgroup/cgroup.controllers").split()
 
 
@@ -112,7 +100,7 @@ def test_doctor_and_bug_report_on_a_real_systemd(operator: Operator) -> None:
     assert ("memlock", "ok") in found and ("config", "ok") in found
     assert ("user", "ok") in found and ("ports", "ok") in found and ("python", "ok") in found
     assert found["slots", "failed"] == "slot stable has no release: nothing is served" and code == 1
-    assert ("units", "ok") in found  # these have no [Install], so systemd calls them static
+    assert ("units", "ok") in found
 
     world.box.run(["systemctl", "start", "appliance-gateway@stable"])
     assert ("ports", "ok") in {(check["check"], check["status"]) for check in operator.json("doctor")[1]["checks"]}

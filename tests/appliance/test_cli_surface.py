@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from appliance.hostconfig import SECTIONS
 from appliance.log import UsageError
 from appliance.parser_tree import Node, tree
 from appliance.paths import Paths
+from tests.programs import need
 
 REPO = Path(__file__).parents[2]
 
@@ -79,8 +79,7 @@ def test_every_argument_is_explained(root: Node) -> None:
 
 
 def groff(page: str) -> str:
-    if not shutil.which("groff"):
-        pytest.skip("groff is not installed")
+    need("groff", "groff-base")
     done = subprocess.run(
         ["groff", "-man", "-Tutf8", "-ww", "-P-c", "-rLL=200n"], input=page, capture_output=True, text=True, timeout=60
     )
@@ -114,8 +113,7 @@ def test_the_page_of_the_configuration_has_every_key(capsys: pytest.CaptureFixtu
 
 
 def test_man_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not shutil.which("man"):
-        pytest.skip("man is not installed")
+    need("man", "man-db")
     main(["man"])
     page = tmp_path / "appliance.8"
     page.write_text(capsys.readouterr().out)
@@ -151,8 +149,7 @@ def scripts(root: Node, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 def complete(scripts: dict[str, Path], shell: str, *words: str) -> list[str]:
     """What `shell` offers for the last of `words`."""
-    if not shutil.which(shell):
-        pytest.skip(f"{shell} is not installed")
+    need(shell)
     quoted = " ".join(f"'{word}'" for word in ("appliance", *words))
     if shell == "bash":
         code = f"""source {scripts["bash"]}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _appliance
@@ -193,9 +190,9 @@ def test_completion_offers_what_may_come(scripts: dict[str, Path], shell: str) -
 def test_completion_scripts_are_clean(root: Node, tmp_path: Path, shell: str) -> None:
     file = tmp_path / "script"
     file.write_text(script(root, shell))
-    if shutil.which(shell):
-        subprocess.run([shell, "-n", str(file)], check=True, timeout=60)
-    if shell == "bash" and shutil.which("shellcheck"):
+    subprocess.run([need(shell), "-n", str(file)], check=True, timeout=60)
+    if shell == "bash":
+        need("shellcheck")
         done = subprocess.run(["shellcheck", "-s", "bash", str(file)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout
 
@@ -231,8 +228,8 @@ def test_logs_refuses_what_makes_no_sense(wrong: tuple[str, ...]) -> None:
         journalctl(*wrong)
 
 
-@pytest.mark.skipif(not shutil.which("journalctl"), reason="journalctl is not installed")
 def test_the_real_journalctl_takes_our_options(tmp_path: Path) -> None:
+    need("journalctl", "systemd")
     argv = journalctl("--gpu", "3", "--since", "1 hour ago", "--request", "req-1", "-n", "5", "--until", "now")
     done = subprocess.run([*argv, f"--directory={tmp_path}"], capture_output=True, text=True, timeout=60)
     assert "unrecognized" not in done.stderr and "Failed to parse" not in done.stderr, done.stderr

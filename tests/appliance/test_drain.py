@@ -60,7 +60,7 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launchers:
     paths, launchers = Paths.under(tmp_path), Launchers()
     make_dirs(paths)
     monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
-    monkeypatch.setattr(drain_cli, "control_client", launchers.client)
+    monkeypatch.setattr(drain_cli, "ControlClient", launchers.client)
     bind_slots(paths.gpus, UUIDS)
     return launchers
 
@@ -209,6 +209,11 @@ def test_systemctl_gets_our_units(launchers: Launchers, capsys: pytest.CaptureFi
     commands, _ = service("start", [], {"systemctl": ""}, no_block=True)
     assert commands.calls == [["systemctl", "start", "--no-block", "--", "appliance.target"]]
     assert "restarted" in capsys.readouterr().out
+    parts = "appliance-gpu@1.service appliance-gateway@stable.service\n"
+    commands, _ = service("stop", [], {"systemctl show": parts, "systemctl stop": ""})
+    assert commands.calls[-1] == ["systemctl", "stop", "--", "appliance.target", *sorted(parts.split())]
+    commands, _ = service("stop", [0], {"systemctl stop": ""})
+    assert commands.calls == [["systemctl", "stop", "--", "appliance-gpu@0.service"]]
     with pytest.raises(UsageError, match="no GPU slot 5; bound: 0, 1"):
         service("stop", [5], {"systemctl": ""})
 

@@ -121,14 +121,16 @@ def test_a_release_in_service_is_kept_when_its_answers_differ(
 def test_room_is_counted_before_an_engine_is_started(
     store: ReleaseStore, paths: Paths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FakeFleet(paths, 1, backend="cuda", config="[engine]\ngpu_memory_fraction = 0.6\n") as fleet:
+    with FakeFleet(paths, 1, backend="cuda") as fleet:
         fleet.script(0, device=H200)
-        assert release_command(capsys, *ADD, "--golden", "skip")[0] == 0
-        assert release_command(capsys, "use", "v1")[0] == 0
+        for name, slot in (("v1", "stable"), ("v2", "canary")):
+            assert release_command(capsys, "add", name, "--model", "tiny", "--golden", "skip")[0] == 0
+            assert release_command(capsys, "use", name, "--slot", slot)[0] == 0
         fleet.script(0, log=[])
-        code, answer = release_command(capsys, "add", "v2", "--model", "tiny")
-        assert code == 4 and "2 engines of gpu_memory_fraction 0.6, together 1.20 of its memory" in str(answer["error"])
-        assert fleet.log(0) == [] and [info.name for info in store.list()] == ["v1"]
+        code, answer = release_command(capsys, "add", "v3", "--model", "tiny")
+        words = "3 engines of gpu_memory_fraction 0.45, together 1.35 of its memory"
+        assert code == 4 and words in str(answer["error"])
+        assert fleet.log(0) == [] and [info.name for info in store.list()] == ["v1", "v2"]
 
 
 def test_displace_takes_one_gpu_at_a_time(

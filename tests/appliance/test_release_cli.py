@@ -184,16 +184,18 @@ def test_an_unfinished_change_and_then_another(two: FakeFleet, run: Command, mak
 
 
 def test_memory_is_counted_with_numbers(paths: Paths, run: Command, make: Callable[..., None]) -> None:
-    with FakeFleet(paths, 1, backend="cuda", config="[engine]\ngpu_memory_fraction = 0.6\n") as fleet:
-        for name in ("v1", "v2"):
+    with FakeFleet(paths, 1, backend="cuda") as fleet:
+        for name in ("v1", "v2", "v3"):
             run("add", name, "--model", "tiny", "--golden", "skip")
         run("use", "v1")
-        error = run("use", "v2", code=4)
-        assert "2 engines of gpu_memory_fraction 0.6, together 1.20 of its memory" in error["message"]
-        assert "0.5 or less" in error["hint"] and fleet.running(0) == {"v1": "ready"}
-        paths.config.write_text(paths.config.read_text().replace("0.6", "0.5"))
-        run("use", "v2")
-        assert fleet.running(0) == {"v2": "ready"}
+        run("use", "v2", "--slot", "canary")
+        error = run("use", "v3", code=4)
+        assert "3 engines of gpu_memory_fraction 0.45, together 1.35 of its memory" in error["message"]
+        assert "lower engine.gpu_memory_fraction" in error["hint"]
+        assert fleet.running(0) == {"v1": "ready", "v2": "ready"}
+        paths.config.write_text(paths.config.read_text() + "[engine]\ngpu_memory_fraction = 0.3\n")
+        run("use", "v3")
+        assert fleet.running(0) == {"v2": "ready", "v3": "ready"}
 
 
 def test_canary_slot_beside_stable(two: FakeFleet, run: Command, paths: Paths) -> None:

@@ -338,7 +338,7 @@ def test_the_engine_of_the_release_runs_it(store: ReleaseStore, paths: Paths) ->
     assert release.engine_python(paths) == Path(sys.executable)
     packaged = paths.lib / __version__ / "venv" / "bin" / "python"
     packaged.parent.mkdir(parents=True)
-    packaged.touch()
+    packaged.touch(0o755)
     assert release.engine_python(paths) == packaged
     file = paths.release("v1") / "release.json"
     file.chmod(0o644)

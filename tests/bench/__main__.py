@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import ModelStore
-from tests.bench import bench_gateway
+from tests.bench import bench_gateway, bench_host
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-bench/bin/python"
@@ -62,6 +62,9 @@ def main() -> int:
     results["gateway"] = run(sys.executable, "-m", "tests.bench.bench_gateway", "--json")
     print()
     bench_gateway.show(results["gateway"])
+    results["host"] = run(sys.executable, "-m", "tests.bench.bench_host", "--json")
+    print()
+    bench_host.show(results["host"])
     print("\n" + json.dumps(results))
     return 0
 

@@ -21,6 +21,7 @@ from tests.host.qemu import why_no_qemu
 from tests.host.roots import Recipe, is_cached, root_filesystem
 from tests.host.vm import Machine
 from tests.host.vm_image import Image
+from tests.programs import in_ci
 
 HOST_SECONDS = 1500  # of a test that may have to build its host first
 _FIXTURES = {"box": ("box", "new_box", "box_root"), "vm": ("vm", "new_machine", "vm_image")}
@@ -35,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, fixtures in _FIXTURES.items():
             if not set(fixtures).isdisjoint(getattr(item, "fixturenames", ())):
                 item.add_marker(marker)
-                if marker == "vm" and item.get_closest_marker("xdist_group") is None:
-                    item.add_marker(pytest.mark.xdist_group("vm"))  # one worker has them, so one machine at a time
+                if item.get_closest_marker("xdist_group") is None:
+                    item.add_marker(pytest.mark.xdist_group(marker))  # one at a time: one worker has them
                 if item.get_closest_marker("timeout") is None:
                     item.add_marker(pytest.mark.timeout(HOST_SECONDS))
 
@@ -56,7 +57,7 @@ def require(reason: str | None) -> None:
     """Skips with the reason, if there is one; fails where hosts are wanted."""
     if reason is None:
         return
-    if os.environ.get("CI", "").lower() not in ("", "0", "false") or os.environ.get("APPLIANCE_REQUIRE_HOSTS") == "1":
+    if in_ci() or os.environ.get("APPLIANCE_REQUIRE_HOSTS") == "1":
         pytest.fail(f"no test host: {reason}", pytrace=False)
     pytest.skip(f"no test host: {reason}")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.host.roots import HostError, cached, digest, is_cached
+from tests.programs import in_ci
 
 _SECONDS = 300
 _PACKAGE = "prometheus"
@@ -27,7 +28,7 @@ def promtool() -> Path:
     try:
         return _fetched()
     except HostError as error:
-        if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        if in_ci():
             pytest.fail(f"no promtool: {error}", pytrace=False)
         pytest.skip(f"no promtool: {error}")
 

@@ -104,10 +104,14 @@ def test_the_inventory_is_what_ssh_needs(vm: Machine, tmp_path: Path) -> None:
 BOX_IN_MACHINE = """
 from pathlib import Path
 from tests.host.box import Box
-with Box(Path("/"), network=False) as box:
+box = Box(Path("/"), network=False)
+try:
+    box.start(timeout=400)  # emulated, on a busy machine
     print(",".join(box.controllers))
     scope = ["systemd-run", "--scope", "--quiet", "-p", "MemoryMax=64M", "-p", "MemorySwapMax=0", "python3", "-c"]
     print(*(box.run([*scope, f"bytearray({size} << 20)"], check=False).returncode for size in (16, 256)))
+finally:
+    box.stop()
 """
 
 
@@ -116,7 +120,8 @@ def test_in_a_box_of_a_cgroup_v2_host_all_controllers_bite(vm: Machine) -> None:
     vm.write("/srv/tests/__init__.py", "")
     vm.copy(CHECKOUT / "tests/host", "/srv/tests/host")
     before = vm.run("cat /proc/mounts; ls /sys/fs/cgroup").stdout
-    box = vm.run("cd /srv && APPLIANCE_TEST_CACHE=/srv/cache python3 -", input=BOX_IN_MACHINE).stdout.splitlines()
+    command = "cd /srv && APPLIANCE_TEST_CACHE=/srv/cache python3 -"
+    box = vm.run(command, input=BOX_IN_MACHINE, timeout=500).stdout.splitlines()
     assert {"cpu", "cpuset", "io", "memory", "pids"} <= set(box[0].split(","))
     assert box[1] in ("0 -9", "0 137")
     assert vm.run("cat /proc/mounts; ls /sys/fs/cgroup").stdout == before

@@ -248,9 +248,8 @@ class Machine:
         host = {
             "ansible_host": HOST_ALIAS, "ansible_user": user, "ansible_become": user != "root",
             "ansible_python_interpreter": "/usr/bin/python3",
-            # Ansible's own ControlPath option would win over the file's and open a second connection.
-            "ansible_ssh_args": f"-F {shlex.quote(str(self.ssh_config))}",
-            "ansible_control_path": f"{self._sockets}/%%r", **variables,
+            # In place of Ansible's own arguments, which would open a second connection.
+            "ansible_ssh_args": f"-F {shlex.quote(str(self.ssh_config))}", **variables,
         }  # fmt: skip
         path.write_text(json.dumps({"gpu_hosts": {"hosts": {"gpuhost": host}}}, indent=1) + "\n")
         return path

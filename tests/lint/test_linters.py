@@ -79,3 +79,27 @@ def test_locked_requirements_cover_pyproject() -> None:
 def test_no_engine_import_of_cuda_on_the_control_plane() -> None:
     for path in tracked("appliance/*.py", "canary/*.py", "healthcheck/*.py"):
         assert not re.search(r"^\s*(import|from) (pycuda|cuda)\b", path.read_text(), re.M), path
+
+
+MAY_START_PROCESSES = {
+    "appliance/command.py": "every command of the host: argv lists, a time limit, a limit of output",
+    "appliance/catalogue.py": "pip, minutes long, with progress",
+    "appliance/demo.py": "the demo's own server",
+    "appliance/oracle.py": "the CPU engine that golden answers are compared with",
+    "appliance/gateway/workers.py": "the gateway's own workers",
+    "appliance/launcher/trampoline.py": "becomes the engine, once it is in its scope",
+    "appliance/serve.py": "becomes the engine, in the foreground",
+}
+
+
+def test_commands_of_the_host_have_one_door() -> None:
+    """A shell, or a call without a time limit, must be impossible to add unseen."""
+    starts = re.compile(
+        r"^\s*(import|from) (subprocess|pty|multiprocessing)\b|create_subprocess|os\.(system|popen|spawn|exec)", re.M
+    )
+    users = {
+        str(path.relative_to(ROOT))
+        for path in tracked("appliance/*.py", "canary/*.py", "healthcheck/*.py")
+        if starts.search(path.read_text())
+    }
+    assert users == set(MAY_START_PROCESSES)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,30 +12,12 @@ from typing import Any
 
 import pytest
 
-from appliance import __version__
-from tests.host.box import CHECKOUT, Box
+from tests.host import appliance_box
+from tests.host.box import Box
 from tests.host.plugin import HOST_SECONDS
-from tests.tiny import make_tiny_model
 
-SYSTEMD = CHECKOUT / "systemd"
-VENV = f"/usr/lib/appliance/{__version__}/venv"
-PYTHON = "/usr/lib/appliance/current/venv/bin/python"
-CODE, SITE = "/opt/checkout", "/opt/site-packages"
-UNITS = (
-    "appliance.target",
-    "appliance-gpu@0.service",
-    "appliance-gateway@stable.service",
-    "appliance-gateway@canary.service",
-)
-CONFIG = """
-schema = 1
-[gpus]
-backend = "cpu"
-[engine]
-max_model_len = 512
-drain_timeout = 5
-arguments = ["--threads", "1", "--kv-tokens", "4096"]
-"""
+UNITS = appliance_box.units()
+CONFIG = appliance_box.CONFIG.format(slots=1, engine="")
 ASK = """
 import json, sys, urllib.error, urllib.request
 body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()
@@ -51,43 +31,16 @@ except urllib.error.HTTPError as error:
 """
 KEY = "sk-" + "0123456789abcdef" * 2
 
-pytestmark = [
-    pytest.mark.box,
-    pytest.mark.timeout(HOST_SECONDS),
-    pytest.mark.xdist_group("systemd-box"),
-    pytest.mark.skipif(
-        not (CHECKOUT / "appliance/launcher/__main__.py").exists()
-        or not (CHECKOUT / "appliance/gateway/__main__.py").exists(),
-        reason="launcher and gateway are not in this tree yet",
-    ),
-]
+pytestmark = [pytest.mark.box, pytest.mark.timeout(HOST_SECONDS)]
 
 
 @pytest.fixture(scope="module")
 def installed(box_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    """What the install does, by hand: files, user, directories, one release, the slot pointer; nothing enabled."""
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("the box has Debian 12's Python 3.11, our compiled parts here are for another version")
-    site = sysconfig.get_path("purelib")
-    with Box(box_root, bind=[(CHECKOUT, CODE), (site, SITE)], network=False) as box:
-        # systemd shares mounts outside of containers (mount_setup.c); credentials need it.
-        box.run(["mount", "--make-rshared", "/"])
-        for pattern, target in (
-            ("*.service", "system"), ("*.target", "system"), ("*.slice", "system"),
-            ("preset/*.preset", "system-preset"),
-        ):  # fmt: skip
-            for file in SYSTEMD.glob(pattern):
-                box.write(f"/usr/lib/systemd/{target}/{file.name}", file.read_text())
-        for kind in ("sysusers", "tmpfiles"):
-            box.write(f"/usr/lib/{kind}.d/appliance.conf", (SYSTEMD / f"{kind}.d/appliance.conf").read_text())
-        box.run(["systemd-sysusers"])
-        box.run(["systemd-tmpfiles", "--create", "appliance.conf"])
-        _make_venv(box)
-        box.write("/etc/appliance/appliance.toml", CONFIG)
-        gpus = {"schema": 1, "gpus": [{"slot": 0, "uuid": "CPU-0", "state": "HEALTHY"}]}
-        box.write("/var/lib/appliance/gpus.json", json.dumps(gpus))
-        _add_release(box, tmp_path_factory.mktemp("release"))
-        box.run(["systemctl", "daemon-reload"])
+    """What the install does, by hand; one release, the slot pointer; nothing enabled."""
+    with Box(box_root, **appliance_box.boot_options()) as box:
+        appliance_box.install(box)
+        appliance_box.add_release(box, tmp_path_factory.mktemp("release"), "v1")
+        appliance_box.use(box, "v1")
         yield box
 
 
@@ -97,35 +50,8 @@ def appliance(installed: Box) -> Iterator[Box]:
     installed.run(["systemctl", "enable", *UNITS])
     installed.run(["systemctl", "start", "appliance.target"], timeout=120)
     yield installed
-    stop(installed)
+    appliance_box.stop(installed)
     installed.run(["systemctl", "reset-failed"], check=False)
-
-
-def _make_venv(box: Box) -> None:
-    box.write(f"{VENV}/pyvenv.cfg", "home = /usr/bin\ninclude-system-site-packages = true\nversion = 3.11.2\n")
-    box.write(f"{VENV}/lib/python3.11/site-packages/appliance.pth", f"{CODE}\n{SITE}\n")
-    box.run(["mkdir", "-p", f"{VENV}/bin"])
-    box.run(["ln", "-s", "/usr/bin/python3", f"{VENV}/bin/python"])
-    box.run(["ln", "-s", __version__, "/usr/lib/appliance/current"])
-
-
-def _add_release(box: Box, folder: Path) -> None:
-    model = make_tiny_model(folder / "v1/model", seed=1)
-    box.copy(model.parent, "/var/lib/appliance/releases/v1")
-    release = {
-        "schema": 1, "name": "v1", "created": 0, "model_name": "tiny", "engine_version": __version__, "python": PYTHON,
-        "options": {"arguments": []}, "model_bytes": 1_000_000, "note": "",
-    }  # fmt: skip
-    box.write("/var/lib/appliance/releases/v1/release.json", json.dumps(release))
-    box.run(["chmod", "-R", "a+rX", "/var/lib/appliance/releases"])
-    box.run(["ln", "-sfn", "../releases/v1", "/var/lib/appliance/slots/stable"])
-
-
-def stop(box: Box) -> None:
-    """systemctl waits for the target alone; what is PartOf= it stops after it."""
-    box.run(["systemctl", "stop", "appliance.target"], timeout=120)
-    for unit in UNITS[1:]:
-        until(lambda unit=unit: box.show(unit, "ActiveState")["ActiveState"] in ("inactive", "failed"), 60)
 
 
 def ask(box: Box, key: str = "") -> str:
@@ -190,7 +116,7 @@ def test_an_engine_has_the_sandbox_of_the_launchers_unit(appliance: Box) -> None
 
 def test_stop_leaves_nothing_running(appliance: Box) -> None:
     pid = engine_pid(appliance)
-    stop(appliance)
+    appliance_box.stop(appliance)
     assert not appliance.exists(f"/proc/{pid}")
     assert not appliance.exists("/run/appliance/gpu0")
     left = appliance.run(["systemctl", "list-units", "--plain", "--no-legend", "appliance-*.scope"]).stdout

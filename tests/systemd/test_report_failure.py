@@ -8,9 +8,10 @@ import pytest
 
 from appliance import report_failure
 from appliance.events import read_events
+from appliance.gpu_facts import GpuFacts, gpu_facts
 from appliance.gpus import bind_slots
 from appliance.paths import Paths
-from appliance.report_failure import GpuFacts, diagnose, gpu_facts
+from appliance.report_failure import diagnose
 from appliance.statefile import write_state
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
@@ -91,7 +92,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
         "systemctl": ["Result=exit-code", "ExecMainStatus=1", "NRestarts=5", "StatusText=engine v1: a=b"],
         "journalctl": [XID79, "x" * 5000],
     }
-    monkeypatch.setattr(report_failure, "_output", lambda command: answers[command[0]])
+    monkeypatch.setattr(report_failure, "_output", lambda argv: answers[argv[0]])
     return paths
 
 

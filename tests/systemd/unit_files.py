@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.programs import need
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 UNITS = sorted(path.name for kind in ("service", "target", "slice") for path in FOLDER.glob(f"*.{kind}"))
@@ -53,14 +52,8 @@ def values(name: str, key: str) -> list[str]:
 
 
 def tool(name: str) -> str:
-    """Path of a program of Debian's systemd package; without it the test is skipped, in CI it fails."""
-    path = shutil.which(name)
-    if path is None:
-        missing = f"{name} is not here: apt-get install systemd (it need not run)"
-        if os.environ.get("CI", "").lower() not in ("", "0", "false"):
-            pytest.fail(missing, pytrace=False)
-        pytest.skip(missing)
-    return path
+    """Path of a program of Debian's package systemd (which need not run)."""
+    return need(name, "systemd")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:

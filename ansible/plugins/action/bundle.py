@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible_collections.appliance.host.plugins.module_utils.installation import (
     InstallError,
-    parse_manifest,
-    read_bundle_manifest,
+    read_checked_manifest,
 )
 
 
@@ -31,7 +29,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if source:
             bundle = Path(self._find_needle("files", str(source)))
             try:
-                args["manifest"] = read_checked(bundle).decode()
+                args["manifest"] = read_checked_manifest(bundle).decode()
             except (InstallError, OSError) as error:
                 raise AnsibleActionFail(str(error)) from None
         result: dict[str, Any] = self._ask(args, task_vars)
@@ -49,16 +47,3 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _ask(self, args: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
         answer: dict[str, Any] = self._execute_module("appliance.host.bundle", args, task_vars=task_vars)
         return answer
-
-
-def read_checked(bundle: Path) -> bytes:
-    """The bundle's manifest. Where NAME.sha256 lies beside the bundle, the whole file is compared with it."""
-    beside = bundle.with_name(bundle.name + ".sha256")
-    if beside.is_file():
-        with bundle.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if beside.read_text().split()[:1] != [digest]:
-            raise InstallError(f"{bundle} is not what {beside.name} says (SHA-256 {digest}); copy it again")
-    data = read_bundle_manifest(bundle)
-    parse_manifest(data)
-    return data

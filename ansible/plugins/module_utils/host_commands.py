@@ -89,21 +89,35 @@ def build_version(
     host.lib.mkdir(mode=0o755, parents=True, exist_ok=True)
     host.clear_leftovers()
     new = host.lib / f".new-{version}"
+    try:
+        _fill(run, new, source, manifest_data, host.directory(version), before_venv)
+        os.sync()  # else a power cut could leave the name with empty files behind it
+        new.rename(host.directory(version))
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        if not any(host.lib.iterdir()):
+            host.lib.rmdir()
+        raise
+
+
+def _fill(
+    run: Run, new: Path, source: Path, manifest_data: bytes, final: Path, before_venv: Callable[[Path], None]
+) -> None:
     unpacked = new / "unpacked"
     unpacked.mkdir(parents=True)
     unpack(source, unpacked, manifest_data)
     before_venv(unpacked)
-    make_venv(run, unpacked, new / "venv", host.directory(version) / "venv")
-    tried = check(run, [str(new / "venv/bin/python"), "-P", "-c", SMOKE], "the first import of our code", cwd="/")
-    if tried.strip() != version:
-        raise InstallError(f"the bundle says version {version}, its code says {tried.strip()}; build it again")
+    make_venv(run, unpacked, new / "venv", final / "venv")
+    tried = check(
+        run, [str(new / "venv/bin/python"), "-P", "-c", SMOKE], "the first import of our code", cwd="/"
+    ).strip()
+    if tried != final.name:
+        raise InstallError(f"the bundle says version {final.name}, its code says {tried}; build it again")
     keep = new / "bundle"
     keep.mkdir()
     for name in ("manifest.json", "requirements.txt", "host"):
         (unpacked / name).rename(keep / name)
     shutil.rmtree(unpacked)
-    os.sync()  # else a power cut could leave the name with empty files behind it
-    new.rename(host.directory(version))
 
 
 def make_venv(run: Run, bundle: Path, venv: Path, final: Path) -> None:

@@ -82,10 +82,16 @@ def _owners(root: Path, inodes: set[str]) -> list[tuple[str, str]]:
         if not directory.name.isdecimal():
             continue
         try:
-            links = [os.readlink(entry) for entry in (directory / "fd").iterdir()]
+            entries = list((directory / "fd").iterdir())
         except OSError:
             continue  # it ended meanwhile
-        found += [(directory.name, link[8:-1]) for link in links if link[:8] == "socket:[" and link[8:-1] in inodes]
+        for entry in entries:
+            try:
+                link = os.readlink(entry)
+            except OSError:
+                continue  # closed meanwhile; its other files still count
+            if link.startswith("socket:[") and link[8:-1] in inodes:
+                found.append((directory.name, link[8:-1]))
     return found
 
 

@@ -31,6 +31,7 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_BUNDLE_BYTES = 64 << 30
 VERSION = re.compile(r"[0-9][0-9A-Za-z.+]{0,63}")
 _FILE = re.compile(r"(?!.*(^|/)\.\.?(/|$))[A-Za-z0-9_@.+~=-][A-Za-z0-9_@.+~=/-]{0,250}")
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]{1,100}")  # deb-control(5)
 _MODE = re.compile(r"0(644|755)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -50,7 +51,7 @@ def parse_manifest(data: bytes) -> dict[str, Any]:
             and VERSION.fullmatch(manifest["version"])
             and files[manifest["requirements"]]
             and all(_FILE.fullmatch(name) and _valid_file(entry) for name, entry in files.items())
-            and all(package["file"] in files and re.fullmatch(r"[a-z0-9.+-]+", package["name"]) for package in packages)
+            and all(package["file"] in files and _PACKAGE.fullmatch(package["name"]) for package in packages)
             and all(
                 _FILE.fullmatch(name) and target.startswith("/usr/lib/appliance/") for name, target in links.items()
             )
@@ -84,39 +85,62 @@ def read_bundle_manifest(bundle: Path) -> bytes:
             file = tar.extractfile(member)
             assert file is not None
             return file.read()
-    except tarfile.TarError as error:
+    except (tarfile.TarError, EOFError) as error:
         raise InstallError(f"{bundle} is no tar file: {error}") from None
+
+
+def read_checked_manifest(bundle: Path) -> bytes:
+    """The same, checked, after the whole file was compared with NAME.sha256 where that lies beside it."""
+    beside = bundle.with_name(bundle.name + ".sha256")
+    if beside.is_file():
+        digest = sha256(bundle)
+        if beside.read_text().split()[:1] != [digest]:
+            raise InstallError(f"{bundle} is not what {beside.name} says (SHA-256 {digest}); copy it again")
+    data = read_bundle_manifest(bundle)
+    parse_manifest(data)
+    return data
 
 
 def unpack(bundle: Path, target: Path, manifest_data: bytes) -> None:
     """Unpacks `bundle` into the empty directory `target`: exactly the files of the manifest, each with its size, mode
     and SHA-256. InstallError names the first that differs."""
-    manifest = parse_manifest(manifest_data)
-    missing = dict(manifest["files"])
-    with tarfile.open(bundle, "r:") as tar:
-        for member in tar:
-            if member.name == MANIFEST:
-                file = tar.extractfile(member)
-                if member.size != len(manifest_data) or file is None or file.read() != manifest_data:
-                    raise InstallError(f"{bundle}: its manifest is not the one that was announced; copy it again")
-                (target / MANIFEST).write_bytes(manifest_data)
-                continue
-            entry = missing.pop(member.name, None)
-            if entry is None or not member.isreg():
-                raise InstallError(f"{bundle}: {member.name!r} is not in its manifest; do not use this bundle")
-            if member.size != entry["size"]:
-                raise InstallError(f"{bundle}: {member.name} has {member.size} bytes, not {entry['size']}: damaged")
-            path = target / member.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            source = tar.extractfile(member)
-            assert source is not None
-            with path.open("xb") as output:
-                digest = _copy(source, output)
-                os.fchmod(output.fileno(), int(entry["mode"], 8))
-            if digest != entry["sha256"]:
-                raise InstallError(f"{bundle}: {member.name} is not what its manifest says (SHA-256); copy it again")
+    missing = dict(parse_manifest(manifest_data)["files"])
+    try:
+        with tarfile.open(bundle, "r:") as tar:
+            for member in tar:
+                if member.name == MANIFEST:
+                    _take_manifest(tar, member, target, manifest_data)
+                elif member.name in missing and member.isreg():
+                    _take(tar, member, target, missing.pop(member.name))
+                else:
+                    raise InstallError(f"{member.name!r} is not in its manifest; do not use this bundle")
+    except (tarfile.TarError, EOFError) as error:
+        raise InstallError(f"{bundle} is damaged ({error}); copy it again") from None
+    except InstallError as error:
+        raise InstallError(f"{bundle}: {error}") from None
     if missing:
         raise InstallError(f"{bundle} lacks {sorted(missing)[0]} and {len(missing) - 1} more: it was cut off")
+
+
+def _take_manifest(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, expected: bytes) -> None:
+    source = tar.extractfile(member) if member.isreg() and member.size == len(expected) else None
+    if source is None or source.read() != expected:
+        raise InstallError("its manifest is not the one that was announced; copy it again")
+    (target / MANIFEST).write_bytes(expected)
+
+
+def _take(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, entry: dict[str, Any]) -> None:
+    if member.size != entry["size"]:
+        raise InstallError(f"{member.name} has {member.size} bytes, not {entry['size']}; copy it again")
+    path = target / member.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = tar.extractfile(member)
+    assert source is not None
+    with path.open("xb") as output:
+        digest = _copy(source, output)
+        os.fchmod(output.fileno(), int(entry["mode"], 8))
+    if digest != entry["sha256"]:
+        raise InstallError(f"{member.name} is not what its manifest says (SHA-256); copy it again")
 
 
 def _copy(source: IO[bytes], output: IO[bytes]) -> str:
@@ -284,17 +308,21 @@ class Installation:
     def switch(self, version: str) -> None:
         swap_link(self.lib / "current", version)
 
-    def remember(self, state: State, manifest: dict[str, Any], packages: list[str]) -> None:
-        """installed.json: what an uninstall has to take away, and where a rollback leads."""
+    def remember(self, state: State, manifest: dict[str, Any], packages: list[str], *, before: bool = False) -> None:
+        """installed.json: what an uninstall has to take away, and where a rollback leads. Written `before` the first
+        change with what is there and what will be, and afterwards with what is there then."""
         version = manifest["version"]
+        files, links = set(vendor_files(manifest)), set(manifest["host_links"])
+        if before:
+            files, links = files | state.files.keys(), links | state.links.keys()
         record = {
-            "schema": SCHEMA, "version": version,
+            "schema": SCHEMA,
             "previous": state.current if state.current not in (None, version) else state.previous,
-            "files": sorted(vendor_files(manifest)), "links": sorted(manifest["host_links"]),
-            "packages": sorted({*state.packages, *packages}),
+            "files": sorted(files), "links": sorted(links), "packages": sorted({*state.packages, *packages}),
         }  # fmt: skip
         data = (json.dumps(record, indent=1) + "\n").encode()
         if not self.record.is_file() or self.record.read_bytes() != data:
+            self.lib.mkdir(mode=0o755, parents=True, exist_ok=True)
             write_file(self.record, data, 0o644)
 
     def prune(self, versions: list[str]) -> None:

@@ -159,7 +159,7 @@ def _apply(module: AnsibleModule, host: Installation, state: State, plan: Plan, 
 
     def packages(unpacked: Path) -> None:
         if plan.install_packages:  # recorded first: an uninstall must know of them, whatever happens next
-            host.remember(state, _recorded(host, state, manifest), names)
+            host.remember(state, manifest, names, before=True)
             install_packages(run_command, unpacked, plan.install_packages)
 
     if plan.build:
@@ -168,19 +168,13 @@ def _apply(module: AnsibleModule, host: Installation, state: State, plan: Plan, 
         with host.unpacked(source, data) as unpacked:
             packages(unpacked)
     if module.params["state"] == "active":
+        host.remember(state, manifest, names, before=True)
         host.apply_files(plan, manifest)
         settle(run_command, [*plan.write, *plan.remove])
         if plan.switch:
             host.switch(version)
         host.remember(state, manifest, names)
         host.prune(plan.prune)
-
-
-def _recorded(host: Installation, state: State, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest whose files are in place now: the current version's, or none of them yet."""
-    if state.current:
-        return parse_manifest(host.manifest_of(state.current))
-    return {**manifest, "files": {}, "host_links": {}}
 
 
 def _stale_units(version: str) -> list[str]:

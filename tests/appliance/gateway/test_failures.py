@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import time
 
 import aiohttp
@@ -11,6 +13,7 @@ import pytest
 
 from .world import DONE, STREAM_HEAD, Received, answer, chunk, counting, event, fronted, ok, resumed
 
+FULL = bool(os.environ.get("APPLIANCE_FULL"))
 ERROR_RETRY = b': error shutting_down retry\ndata: {"error":{"message":"bye","type":"service_unavailable"}}\n\n'
 ERROR_FINAL = b': error deadline_exceeded final\ndata: {"error":{"message":"late","code":"deadline_exceeded"}}\n\n'
 
@@ -389,6 +392,37 @@ async def test_a_stream_that_kills_engines_ends(host, front):
     gateway = await front(retries=3)
     assert DONE not in await gateway.stream()
     assert sum(len(engine.requests) for engine in engines) == 4
+
+
+async def test_cut_at_any_byte_again_and_again_the_stream_is_whole(host, front):
+    """Two engines that break off at random places of what they send, frames and half events included."""
+    rng = random.Random(11)
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        at = resumed(request)
+        events = [event(i, n) for n in range(1, 7) for i in range(2) if n > at.get(i, 0)]
+        framed = STREAM_HEAD + b"".join(map(chunk, [*events, DONE])) + b"0\r\n\r\n"
+        if rng.random() < 0.6:
+            end = rng.randrange(len(framed))
+            for piece in (framed[: end // 2], framed[end // 2 : end]):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.transport.abort()
+            return
+        writer.write(framed)
+        await writer.drain()
+
+    for gpu in range(2):
+        await host.engine(gpu, script=script)
+    gateway = await front(retries=10, replay_timeout=30)
+    for _ in range(60 if FULL else 12):
+        body = await gateway.stream({"n": 2})
+        for index in range(2):
+            mine = [part for part in body.split(b"\n\n") if part.startswith(b"id: %d:" % index)]
+            assert mine == [event(index, n)[:-2] for n in range(1, 7)], body
+        assert body.endswith(DONE) and body.count(DONE) == 1
+    assert await gateway.metric("appliance_gateway_replays_total", outcome="done") > 0
 
 
 async def test_a_silent_stream_is_cut_and_goes_on(host, front):

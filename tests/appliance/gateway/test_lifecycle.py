@@ -122,6 +122,10 @@ async def test_a_state_file_that_cannot_be_read_changes_nothing(host, front):
         path.write_text(text)
         await asyncio.sleep(0.25)
         assert (await gateway.post())[0] == 200, text
+    host.report(0, "r9", state="failed", admitted=False, socket=None, pid=None, model=None, engine_version=None)
+    await asyncio.sleep(0.25)
+    assert (await gateway.post())[0] == 200
+    assert await gateway.metric("appliance_engine_state", gpu="0", release="r9", state="failed") == 1
     path.unlink()  # the launcher ended in order
     await asyncio.sleep(0.25)
     assert (await gateway.get("/readyz"))[0] == 503
@@ -136,6 +140,18 @@ async def test_a_pointer_that_leads_elsewhere_is_no_release(host, front, bad):
     gateway = await front()
     status, body = await gateway.post()
     assert (status, body["error"]["code"]) in ((503, "no_release"), (503, "no_engine"))
+
+
+async def test_a_pointer_that_breaks_stops_nobody(host, front):
+    """As in the launchers, which keep the engine."""
+    await host.engine()
+    gateway = await front()
+    pointer = host.paths.slot_pointer("stable")
+    pointer.unlink()
+    pointer.write_text("a file")
+    await asyncio.sleep(0.25)
+    assert (await gateway.post())[0] == 200
+    assert (await gateway.get("/readyz"))[0] == 200
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------

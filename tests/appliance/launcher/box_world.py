@@ -1,57 +1,22 @@
-"""A launcher as a service of a real systemd: the namespace box with this checkout, a user, releases and a unit."""
+"""A launcher as a service of a real systemd: the box with the shipped units, this checkout, and releases."""
 
 from __future__ import annotations
 
 import json
-import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.host import appliance_box
+from tests.host.appliance_box import PYTHON, UID
+from tests.host.box import Box
 
-from tests.host.box import CHECKOUT, Box
-from tests.tiny import make_tiny_model
+__all__ = ["PYTHON", "UID", "World", "boot"]
 
-CODE, SITE = "/opt/checkout", "/opt/site-packages"
-UID = 64700
-UNIT = f"""
-[Unit]
-Description=LLM appliance: GPU slot %i
-StartLimitIntervalSec=0
-
-[Service]
-Type=notify
-Environment=PYTHONPATH={CODE}:{SITE} PYTHONDONTWRITEBYTECODE=1
-ExecStart=/usr/bin/python3 -P -m appliance.launcher --gpu %i
-ExecReload=/bin/kill -HUP $MAINPID
-ExecStopPost=/usr/bin/python3 -P -m appliance.launcher --gpu %i --cleanup
-Restart=on-failure
-RestartSec=0.2
-RestartPreventExitStatus=2 4
-WatchdogSec=30
-TimeoutStartSec=60
-TimeoutStopSec=90
-LimitMEMLOCK=infinity
-"""
-CONFIG = """
-schema = 1
-[gpus]
-backend = "cpu"
-cpu_slots = {slots}
-[engine]
-max_model_len = 512
-drain_timeout = 5
-stall_timeout = 3
-arguments = ["--threads", "1", "--kv-tokens", "4096"]
-{engine}
-[restart]
-first_delay = 0.2
-limit = 4
-window = 60
-"""
+# A crash must not cost the tests systemd's five seconds, nor its patience with restarts.
+QUICK = "[Unit]\nStartLimitIntervalSec=0\n[Service]\nRestartSec=0.2\n"
+RESTART = "stall_timeout = 3\n[restart]\nfirst_delay = 0.2\nlimit = 4\nwindow = 60\n"
 
 
 class World:
@@ -60,28 +25,19 @@ class World:
     def __init__(self, box: Box, tmp: Path) -> None:
         self.box, self._tmp = box, tmp
 
-    def install(self, *, slots: int = 1, engine: str = "", config: str = "") -> None:
-        self.box.run(["groupadd", "--gid", str(UID), "appliance"])
-        self.box.run(["useradd", "--uid", str(UID), "--gid", str(UID), "--no-create-home", "appliance"])
+    def install(self, *, slots: int = 1) -> None:
+        config = appliance_box.CONFIG.format(slots=slots, engine=RESTART)
+        self.box.write("/etc/systemd/system/appliance-gpu@.service.d/quick.conf", QUICK)
+        appliance_box.install(self.box, slots=slots, config=config)
         self.box.run(["useradd", "--uid", str(UID + 1), "--no-create-home", "visitor"])
-        self.box.run(["mkdir", "-p", "/var/lib/appliance/slots", "/var/lib/appliance/releases", "/run/appliance"])
-        self.box.write("/etc/appliance/appliance.toml", config or CONFIG.format(slots=slots, engine=engine))
-        gpus = [{"slot": n, "uuid": f"CPU-{n}", "state": "HEALTHY"} for n in range(slots)]
-        self.box.write("/var/lib/appliance/gpus.json", json.dumps({"schema": 1, "gpus": gpus}))
-        self.box.write("/etc/systemd/system/appliance-gpu@.service", UNIT)
-        self.box.run(["systemctl", "daemon-reload"])
 
-    def add_release(self, name: str, *, python: str = "/usr/bin/python3", arguments: list[str] | None = None) -> None:
-        """A tiny real model; `python`: another program in its place."""
-        model = make_tiny_model(self._tmp / name / "model", seed=len(name))
-        self.box.copy(model.parent, f"/var/lib/appliance/releases/{name}")
-        self.box.run(["chmod", "-R", "a+rX", "/var/lib/appliance/releases"])
-        self.box.write(
-            f"/var/lib/appliance/releases/{name}/release.json", json.dumps(release_json(name, python, arguments))
-        )
+    def add_release(self, name: str, *, python: str | None = None) -> None:
+        """A tiny real model; `python`: another program in the engine's place."""
+        changes = {"python": python, "engine_version": "0.0.0-checkout"} if python else {}
+        appliance_box.add_release(self.box, self._tmp, name, **changes)
 
     def use(self, name: str, slot: str = "stable") -> None:
-        self.box.run(["ln", "-sfn", f"../releases/{name}", f"/var/lib/appliance/slots/{slot}"])
+        appliance_box.use(self.box, name, slot)
 
     def systemctl(self, verb: str, gpu: int = 0) -> None:
         self.box.run(["systemctl", verb, f"appliance-gpu@{gpu}"], timeout=120)
@@ -98,8 +54,7 @@ class World:
         return reply
 
     def python(self, script: str, *args: str, user: str | None = None) -> str:
-        env = {"PYTHONPATH": f"{CODE}:{SITE}", "PYTHONDONTWRITEBYTECODE": "1"}
-        return self.box.run(["/usr/bin/python3", "-P", "-c", script, *args], env=env, user=user, timeout=120).stdout
+        return self.box.run([PYTHON, "-P", "-c", script, *args], user=user, timeout=120).stdout
 
     def state(self, gpu: int = 0) -> dict[str, Any]:
         """state.json; without a launcher there is none, which reads as one that has no engine and no pid."""
@@ -123,15 +78,5 @@ class World:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def release_json(name: str, python: str, arguments: list[str] | None = None) -> dict[str, Any]:
-    return {
-        "schema": 1, "name": name, "created": 0, "model_name": "tiny", "engine_version": "0.0.0-checkout",
-        "python": python, "options": {"arguments": arguments or []}, "model_bytes": 1_000_000, "note": "",
-    }  # fmt: skip
-
-
 def boot(new_box: Callable[..., Box], tmp_path: Path) -> World:
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("the box has Debian 12's Python 3.11, our compiled parts here are for another version")
-    site = sysconfig.get_path("purelib")
-    return World(new_box(bind=[(CHECKOUT, CODE), (site, SITE)], network=False), tmp_path)
+    return World(new_box(**appliance_box.boot_options()), tmp_path)

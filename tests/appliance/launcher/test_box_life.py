@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.appliance.launcher.box_world import UID, World, boot
+from tests.appliance.launcher.box_world import PYTHON, UID, World, boot
 from tests.host.box import Box
 
 NewBox = Callable[..., Box]
@@ -140,8 +140,7 @@ def test_who_may_ask(world: World) -> None:
     assert world.state()["holds"] == {}
     assert json.loads(world.box.run(["cat", "/run/appliance/gpu0/state.json"], user="visitor").stdout)["gpu"] == 0
 
-    command = ["/usr/bin/python3", "-P", "-m", "appliance.launcher", "--gpu", "0", "--cleanup"]
-    second = world.box.run(command, check=False, env={"PYTHONPATH": "/opt/checkout:/opt/site-packages"})
+    second = world.box.run([PYTHON, "-P", "-m", "appliance.launcher", "--gpu", "0", "--cleanup"], check=False)
     assert second.returncode == 5 and "another launcher" in second.stderr
 
 

@@ -28,11 +28,16 @@ found = {
     "nvidia7": opened("/dev/nvidia7"), "null": opened("/dev/null"), "env": dict(os.environ), "cwd": os.getcwd(),
     "fds": sorted(map(int, os.listdir("/proc/self/fd"))), "umask": os.umask(0o77),
 }
-with open("/tmp/found-%d.new" % os.getpid(), "w") as file:
+with open("/var/cache/appliance/nv/new-%d" % os.getpid(), "w") as file:
     json.dump(found, file)
-os.rename("/tmp/found-%d.new" % os.getpid(), "/tmp/found.json")
-os.execv("/usr/bin/python3", ["/usr/bin/python3"] + sys.argv[1:])
+os.rename(file.name, "/var/cache/appliance/nv/found")
+python = "/usr/lib/appliance/current/venv/bin/python"
+os.environ.pop("PYTHONPATH")
+os.execv(python, [python] + sys.argv[1:])
 """
+
+
+FOUND = "/var/cache/appliance/nv/found"
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def test_the_first_thing_an_engine_sees_is_its_scope_and_no_privilege(world: Wor
     world.use("r1")
     world.systemctl("start")
 
-    found = json.loads(world.box.read("/tmp/found.json"))
+    found = json.loads(world.box.read(FOUND))
     scope = "/appliance.slice/appliance-gpu0.slice/appliance-gpu0-r1.scope"
     assert found["cgroup"].splitlines()[-1] == f"0::{scope}"
     status = found["status"]
@@ -98,7 +103,7 @@ def test_rules_that_are_not_as_asked_stop_it_before_it_ran(world: World) -> None
     world.systemctl("start")
     entry = world.engine("r1")
     assert entry["state"] == "failed" and "DevicePolicy" in entry["last_exit"]
-    assert not world.box.exists("/tmp/found.json")
+    assert not world.box.exists(FOUND)
     assert "r1 failed" in world.box.show("appliance-gpu@0.service", "StatusText")["StatusText"]
 
 

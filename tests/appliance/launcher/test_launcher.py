@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from appliance.events import read_events
 from appliance.launcher.scope import Findings
 from tests.appliance.launcher.world import World
 
@@ -390,3 +391,23 @@ def test_the_end_of_the_launcher_drains_and_leaves_no_state_file(world: World) -
     world.launcher.close()
     assert not world.paths.launcher_state(0).exists()
     assert not world.paths.control_socket(0).exists()
+
+
+def test_giving_up_records_what_became_of_the_gpu(world: World) -> None:
+    """A GPU that the driver does not show: tried again, given up, and the event says what was seen of it."""
+    world.add_release("r1")
+    world.use("r1")
+    world.paths.config.write_text(world.paths.config.read_text().replace('"cpu"', '"cuda"'))
+    world.start()
+    world.reach("r1", "failed")
+    first, *_, last = [event for event in read_events(world.paths.events) if event["event"] == "engine"]
+    assert last["state"] == "failed" and last["gpu_state"] in ("no-driver", "not-shown", "off-bus")
+    assert first["state"] == "backoff" and "gpu_state" not in first
+
+
+def test_without_a_gpu_there_are_no_facts_of_one(world: World) -> None:
+    (world.add_release("r1") / "exit").write_text("4")
+    world.use("r1")
+    world.start()
+    world.reach("r1", "failed")
+    assert not [event for event in read_events(world.paths.events) if "gpu_state" in event]

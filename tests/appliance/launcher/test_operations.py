@@ -26,7 +26,7 @@ VALUES: st.SearchStrategy[Any] = (
         ("dance", {}, "unknown op"),
         ("run", {}, "release"),
         ("run", {"release": "../../etc"}, "release"),
-        ("run", {"release": "nothere"}, "there is no release nothere"),
+        ("run", {"release": "nothere"}, "there is no release 'nothere'"),
         ("run", {"release": "r1", "force": True}, "'force'"),
         ("run", {"release": "r1", "wait": "yes"}, "wait"),
         ("run", {"release": "r1", "timeout": -1}, "timeout"),

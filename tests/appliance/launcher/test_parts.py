@@ -21,6 +21,7 @@ from appliance.launcher.restart import Backoff, exit_text
 from appliance.launcher.scope import ScopePlan, check_scope, cpu_mask, own_cgroup, scope_name, slice_name
 from appliance.launcher.spec import SpecError, plan_engine, plan_memory, pointed_releases, read_release
 from appliance.paths import Paths
+from tests.release_files import release_json
 
 GIB = 1 << 30
 
@@ -278,8 +279,8 @@ def host(tmp_path: Path, backend: str = "cpu", engine: str = "", **release: Any)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
-    table = {"schema": 1, "name": "r1", "model_name": "llama", "engine_version": "9.9", "python": str(python),
-             "model_bytes": 15 * GIB} | release  # fmt: skip
+    defaults = {"model_name": "llama", "engine_version": "9.9", "python": str(python), "model_bytes": 15 * GIB}
+    table = release_json("r1") | defaults | release
     (paths.release("r1") / "release.json").write_text(json.dumps(table))
     text = f'[gpus]\nbackend = "{backend}"\n[engine]\n{engine}\n'
     return paths, parse_config(text.encode(), where="test")
@@ -292,7 +293,7 @@ def option(argv: list[str], name: str) -> str:
 def test_a_cuda_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu("GPU-5fd4f087", 4, "NVIDIA H200", "0000:1b:00.0", None)
     monkeypatch.setattr(spec_module, "find_gpu", lambda uuid: gpu)
-    paths, config = host(tmp_path, "cuda", options={"gpu_memory_fraction": 0.3, "max_model_len": 4096})
+    paths, config = host(tmp_path, "cuda", "gpu_memory_fraction = 0.3", options={"max_model_len": 4096})
     found = plan_engine(paths, config, 2, "GPU-5fd4f087", "r1")
     assert found.scope.devices == ("/dev/nvidia4", "/dev/nvidiactl", "/dev/nvidia-uvm")  # by the minor of today
     assert found.env["CUDA_VISIBLE_DEVICES"] == "GPU-5fd4f087"
@@ -317,6 +318,7 @@ def test_the_engine_of_the_releases_own_version_is_run(tmp_path: Path) -> None:
     python = paths.lib / "9.9/venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text("")
+    python.chmod(0o755)
     found = plan_engine(paths, config, 0, "CPU-0", "r1")
     assert found.argv[0] == str(python) and "PYTHONPATH" not in found.env
 
@@ -343,11 +345,11 @@ def test_memory_as_the_admin_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"name": "other"}, "not of release"), ({"model_bytes": "1"}, "model_bytes"),
+    [({"name": "other"}, "belongs to the release 'other'"), ({"model_bytes": "1"}, "model_bytes"),
      ({"model_bytes": True}, "model_bytes"),
-     ({"model_bytes": -1}, "not of release"), ({"model_name": 5}, "model_name"), ({"options": []}, "options"),
+     ({"model_bytes": -1}, "model_bytes"), ({"model_name": 5}, "model_name"), ({"options": []}, "options"),
      ({"options": {"max_model_len": "1"}}, "max_model_len"), ({"options": {"arguments": [1]}}, "arguments"),
-     ({"options": {"gpu_memory_fraction": 2.0}}, "gpu_memory_fraction"), ({"options": {"else": 1}}, "else")],
+     ({"options": {"gpu_memory_fraction": 0.2}}, "gpu_memory_fraction"), ({"options": {"else": 1}}, "else")],
 )  # fmt: skip
 def test_a_release_that_cannot_be_used_is_refused_by_key(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     paths, _ = host(tmp_path, **change)

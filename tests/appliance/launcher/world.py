@@ -21,6 +21,7 @@ from appliance.launcher.scope import Findings, ScopePlan
 from appliance.launcher.spec import EngineSpec
 from appliance.notify import Notifier
 from appliance.paths import Paths
+from tests.release_files import release_json
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 CONFIG = """
@@ -124,10 +125,8 @@ class World:
         python = self.paths.release(name) / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE} "$@"\n')
         python.chmod(0o755)
-        release = {
-            "schema": 1, "name": name, "model_name": "m", "engine_version": "0", "python": str(python),
-            "model_bytes": 1000, "options": {"arguments": ["--behave", str(behave)]},
-        }  # fmt: skip
+        options = {"arguments": ["--behave", str(behave)]}
+        release = release_json(name, python=str(python), model_bytes=1000, options=options)
         (self.paths.release(name) / "release.json").write_text(json.dumps(release))
         return behave
 
