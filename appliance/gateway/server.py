@@ -215,7 +215,8 @@ class Worker:
         left = list(gateway.streams)
         for stream in left:
             stream.shut_down()
-        await self._idle(_FLUSH_SECONDS if left or gateway.waiting else 0.2, None)
+        gateway.end_calls()
+        await self._idle(_FLUSH_SECONDS, None)
         log_event(logger, logging.WARNING, "drained", ended=len(left), cut=gateway.active)
 
     async def _idle(self, seconds: float, hurry: asyncio.Event | None) -> bool:
