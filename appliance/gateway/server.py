@@ -177,6 +177,7 @@ class Worker:
                 await server.shutdown(_FLUSH_SECONDS)
                 polling.cancel()
                 gateway.engines.close()
+                gateway.engine_metrics.close()
         return 0
 
     async def _accept(self, server: web.Server, listener: socket.socket) -> asyncio.Server | Acceptor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from appliance.gateway.body import read_body
+from appliance.gateway.engine_metrics import EngineMetrics
 from appliance.gateway.engines import Engine, Engines
 from appliance.gateway.metrics import GatewayMetrics
 from appliance.gateway.probes import gauges, own_routes, render_all, state
@@ -106,8 +107,12 @@ class Gateway:
     buffered_bytes: int = 0
     streams: set[Stream] = field(default_factory=set)
     calls: dict[Call, asyncio.Task[Any]] = field(default_factory=dict)  # in work, probes not among them
+    engine_metrics: EngineMetrics = field(init=False)
     gather: Callable[[], Awaitable[bytes]] | None = None  # the metrics of all workers, where there are several
     describe_workers: Callable[[], Awaitable[dict[str, Any]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.engine_metrics = EngineMetrics(self.engines)
 
     @property
     def config(self) -> ApiConfig:
@@ -267,7 +272,8 @@ class Gateway:
         """The metrics of this gateway, of all its processes."""
         if self.gather is not None:
             return await self.gather()
-        return render_all([*self.metrics.all(), *gauges(self)], self)
+        theirs = await self.engine_metrics.collect()
+        return render_all([*self.metrics.all(), *gauges(self)], self, theirs)
 
     async def describe(self) -> dict[str, Any]:
         """For /state on the admin socket."""

@@ -346,8 +346,8 @@ class Pool:
             async with asyncio.timeout(CONNECT_SECONDS):
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_unix_connection(lambda: Connection(self._put, self._lost), self.path)
-        except (OSError, TimeoutError) as error:
-            reason = "no connection in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError: no path at all
+            reason = "no connection in time" if isinstance(error, TimeoutError) else str(error)
             raise UpstreamError("connect", f"{self.path}: {reason}") from None
         return connection
 

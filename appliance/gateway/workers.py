@@ -220,6 +220,7 @@ class Supervisor:
                 if child.process.returncode is None:
                     child.process.kill()
             gateway.engines.close()
+            gateway.engine_metrics.close()
         return 0
 
     def _forward(self, number: signal.Signals) -> None:
@@ -300,12 +301,12 @@ class Supervisor:
         self._past = [snapshot(total.all())]
 
     async def metrics(self) -> bytes:
-        await self._ask_all()
+        theirs, _ = await asyncio.gather(self.gateway.engine_metrics.collect(), self._ask_all())
         total = GatewayMetrics(self.settings.slot, self.settings.gateway.metrics_buckets_seconds)
         gauges = probes.gauges(self.gateway)
         everything: list[Metric] = [*total.all(), *gauges]
         merge(everything, [*self._past, *(child.metrics for child in self._children)])
-        return probes.render_all(everything, self.gateway)
+        return probes.render_all(everything, self.gateway, theirs)
 
     async def describe(self) -> dict[str, Any]:
         """Of the whole gateway: in flight and the like added up, per worker below."""
