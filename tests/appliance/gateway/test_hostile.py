@@ -4,19 +4,23 @@ the gateway's own life."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
 import socket
+import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from appliance.gateway import relay, workers
+from appliance.gateway.server import BACKLOG
 from appliance.gateway.sse import MAX_CHOICES, Events, resume_value
 from appliance.gateway.upstream import UpstreamError, parse_head
 
-from .world import DONE, STREAM_HEAD, Received, answer, chunk, counting, event, fronted
+from .world import DONE, STREAM_HEAD, Received, answer, chunk, counting, event, fronted, settings_for
 
 PIPELINED = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -358,3 +362,49 @@ async def test_a_worker_that_cannot_be_started_now_is_started_later(host, monkey
     monkeypatch.setattr(workers, "RESTART_SECONDS", 0.01)
     await asyncio.wait_for(supervisor._keep(0), 5)
     assert tried == 3
+
+
+# ---- the admin listeners, and the queue before the public one --------------------------------------------------------
+
+
+async def test_admin_connections_that_say_nothing_are_few_and_closed(host, front, monkeypatch):
+    """They would take the file descriptors that clients need."""
+    monkeypatch.setattr("appliance.gateway.server.MAX_ADMIN_CONNECTIONS", 5)
+    settings = settings_for(host.paths, port=0)
+    quick = dataclasses.replace(settings.api, timeouts=dataclasses.replace(settings.api.timeouts, header=0.3))
+    await front(api=quick)
+    path = str(host.paths.gateway_socket("stable"))
+    opened = [await asyncio.open_unix_connection(path) for _ in range(7)]
+    for _, writer in opened[:2]:
+        writer.write(b"GET /metr")
+    async with asyncio.timeout(5):
+        said = [await reader.read() for reader, _ in opened]
+    assert sum(b" 503 " in answer for answer in said) == 2
+    assert sum(b" 408 " in answer for answer in said) == 5
+    for _, writer in opened:
+        writer.close()
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET /livez HTTP/1.0\r\n\r\n")
+    assert b" 200 " in await reader.read()
+    writer.close()
+
+
+async def test_a_burst_of_clients_fits_into_the_queue(host, front):
+    """tcp(7), TCP_INFO of a listening socket: tcpi_sacked is the length of its queue."""
+    await host.engine(0)
+    gateway = await front()
+    somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    ours = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+    lengths = [length for fd in ours if (length := _queue_length(fd, gateway.port)) is not None]
+    assert lengths == [min(BACKLOG, somaxconn)] * len(lengths)
+    assert lengths, "the listener was not found"
+
+
+def _queue_length(fd: int, port: int) -> int | None:
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+        return None
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        listens = sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not listens or sock.getsockname()[1] != port:
+            return None
+        return int(struct.unpack_from("I", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 28)[0])
