@@ -244,7 +244,7 @@ def test_tls(server: Server, tmp_path: Path) -> None:
     subprocess.run(make, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     config = server.controller.variables["appliance_config"]
     config = config | {"gateway": config["gateway"] | {"tls": True}}
-    files = {"appliance_tls_cert": str(tmp_path / "cert"), "appliance_tls_key": str(tmp_path / "key")}
+    files: dict[str, Any] = {"appliance_tls_cert": str(tmp_path / "cert"), "appliance_tls_key": str(tmp_path / "key")}
     play = good(server.controller.play("install", appliance_config=config, **files))
     assert play.tasks() == ["Write appliance.toml", "Write certificate and key", "Restart the gateways"]
     assert server.box.run(["stat", "-c", "%U %a", "/etc/appliance/credentials/tls-key"]).stdout.split() == [

@@ -184,7 +184,7 @@ def test_daemon_reload_under_load_is_harmless(host: Host) -> None:
 
 
 def test_upgrade_to_a_second_release_and_back_under_load(host: Host) -> None:
-    host.controller.variables |= {"appliance_bundle": str(host.bundles["new"]), "appliance_release": {"name": "v2"}}
+    host.controller.variables.update(appliance_bundle=str(host.bundles["new"]), appliance_release={"name": "v2"})
     good(host.play("upgrade"))
     state = host.wait_ok()
     assert state["slots"]["stable"] == "v2" and state["version"] == "9.0.0+test" and state["host"]["drain"] is None
