@@ -63,9 +63,9 @@ def _spawn(
                 argv,
                 python_env(),
                 file_actions=[
+                    *output,  # first: the journal's descriptor may have the number of the channel
                     (os.POSIX_SPAWN_DUP2, theirs.fileno(), _CHANNEL_FD),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    *output,
                 ],
                 setsigmask=[],
                 setsigdef=[signal.SIGPIPE],

@@ -41,6 +41,7 @@ def outside(order: dict[str, Any]) -> int:
     )  # fmt: skip
     env = environment(Paths(), order["uuid"], None)
     spec = EngineSpec(release, argv, env, Path("/run/none"), plan, [])
+    os.environ.pop("JOURNAL_STREAM", None)  # else what `inside` prints would go to the journal
     before = oom_kills(gpu)
     pid, channel = spawn_trampoline(spec, order["uid"], order["uid"])
     started = answer({"op": "start", "name": plan.name, "pid": pid, "properties": plan.properties(), "timeout": 20.0})
