@@ -16,7 +16,7 @@ import pytest
 
 from tests.ansible.modules import ROOT, load_builder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("bundle")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("box")]  # beside those that use it
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.box,
     pytest.mark.slow,
     pytest.mark.timeout(HOST_SECONDS),
-    pytest.mark.xdist_group("ansible"),
+    pytest.mark.xdist_group("box"),
     pytest.mark.skipif(not LONG, reason="ten minutes; with APPLIANCE_FULL=1, or CI set"),
 ]
 KEY = "sk-a-key-that-never-reaches-a-host"

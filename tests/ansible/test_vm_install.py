@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.vm,
     pytest.mark.slow,
     pytest.mark.timeout(3000),
-    pytest.mark.xdist_group("ansible"),
+    pytest.mark.xdist_group("vm"),
     pytest.mark.skipif(not LONG, reason="half an hour; with APPLIANCE_FULL=1"),
 ]
 KEY = "sk-of-the-test-machine-0123456789"
