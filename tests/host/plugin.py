@@ -18,7 +18,7 @@ import pytest
 from tests.host import evidence
 from tests.host.box import BOX, Box, why_no_box
 from tests.host.qemu import why_no_qemu
-from tests.host.roots import Recipe, is_cached, root_filesystem
+from tests.host.roots import HostError, Recipe, is_cached, root_filesystem
 from tests.host.vm import Machine
 from tests.host.vm_image import Image
 
@@ -65,7 +65,11 @@ def root_for(recipe: Recipe) -> Path:
     """The root of a recipe, built if need be; skips when APPLIANCE_OFFLINE is set and it is not there yet."""
     if os.environ.get("APPLIANCE_OFFLINE") and not is_cached(recipe.name, recipe.digest()):
         pytest.skip(f"APPLIANCE_OFFLINE is set and the root {recipe.name!r} is not in the cache")
-    return root_filesystem(recipe)
+    try:
+        return root_filesystem(recipe)
+    except HostError as error:  # no mirror, no room, no mounts: not a fault of what is tested
+        require(f"the root {recipe.name!r} cannot be built: {error}")
+        raise
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +104,10 @@ def vm_image() -> Image:
     image = Image()
     if os.environ.get("APPLIANCE_OFFLINE") and not is_cached(image.name, image.digest()):
         pytest.skip("APPLIANCE_OFFLINE is set and the machine's disk is not in the cache")
-    image.directory()
+    try:
+        image.directory()
+    except HostError as error:
+        require(f"the machine's disk cannot be built: {error}")
     return image
 
 
