@@ -12,6 +12,7 @@ from appliance.fsutil import StoreError
 from appliance.log import ExitCode, Progress, UsageError, emit_json, format_bytes, paint, printable
 from appliance.manifest import MANIFEST_NAME, Manifest, describe_source
 from appliance.models import PULL_WAIT_SECONDS, ModelInfo, ModelStore, default_root
+from appliance.terminal import UNCUT, table
 
 MAX_WAIT_SECONDS = 86_400
 
@@ -117,9 +118,7 @@ def _list(store: ModelStore, args: argparse.Namespace) -> int:
         return ExitCode.DONE
     rows = [["NAME", "SIZE", "FAMILY", "DTYPE", "VERIFIED", "SOURCE"]]
     rows += [_row(info) for info in models]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print("\n".join(table(rows, UNCUT)))
     return ExitCode.DONE
 
 

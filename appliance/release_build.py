@@ -43,7 +43,7 @@ from appliance.releases import (
     ReleaseRefused,
 )
 from appliance.statefile import StateError, sync_directory, write_state
-from appliance.verify import Verification
+from appliance.verify import Verification, size_problem
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -254,14 +254,7 @@ def read_release_manifest(directory: Path) -> dict[str, FileEntry]:
 
 def quick_problem(directory: Path) -> str | None:
     """What a look at names and sizes finds wrong; None if nothing."""
-    for name, entry in read_release_manifest(directory).items():
-        try:
-            size = (directory / name).stat().st_size
-        except OSError as error:
-            return f"{name}: {os.strerror(error.errno or 0)}"
-        if size != entry.size:
-            return f"{name}: {size} bytes, expected {entry.size}"
-    return None
+    return size_problem(directory, read_release_manifest(directory))
 
 
 def verify_release(paths: Paths, release: Release, progress: Progress) -> Verification:

@@ -22,6 +22,7 @@ from appliance.log import ApplianceError, ExitCode, Progress, emit_json, format_
 from appliance.models import ModelStore
 from appliance.paths import SLOT_NAMES, Paths
 from appliance.releases import ReleaseError, ReleaseInfo, ReleaseStore, parse_options
+from appliance.terminal import UNCUT, table
 
 if TYPE_CHECKING:
     from appliance.golden import Golden
@@ -241,9 +242,7 @@ def _list(store: ReleaseStore, args: argparse.Namespace) -> int:
         print("no releases; make one: appliance release add NAME --model MODEL")
         return ExitCode.DONE
     rows = [["NAME", "SLOT", "MODEL", "SIZE", "ENGINE", "CREATED", "GOLDEN"], *(_row(info) for info in infos)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print("\n".join(table(rows, UNCUT)))
     return ExitCode.DONE
 
 

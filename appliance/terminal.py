@@ -13,9 +13,13 @@ _ICONS = {"good": ("●", "32"), "busy": ("◐", "33"), "held": ("⏸", "33"), "
 """What a mark looks like on a terminal, and its SGR colour. Elsewhere the words of a line must say it all."""
 
 
+UNCUT = 10_000
+"""A width that no line reaches."""
+
+
 def width_of(stream: IO[str]) -> int:
     """Columns of the terminal. What is piped or written to a file is never cut."""
-    return max(20, shutil.get_terminal_size().columns) if stream.isatty() else 10_000
+    return max(20, shutil.get_terminal_size().columns) if stream.isatty() else UNCUT
 
 
 def mark(kind: str, stream: IO[str]) -> str:

@@ -56,8 +56,12 @@ def _is_own(name: str) -> bool:
 
 def quick_problem(directory: Path, manifest: Manifest) -> str | None:
     """What a look at names and sizes finds wrong; None if nothing."""
-    folder = files_of(directory, manifest.source)
-    for name, entry in manifest.files.items():
+    return size_problem(files_of(directory, manifest.source), manifest.files)
+
+
+def size_problem(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
+    """The first of `files` that is not in `folder` or has another size; None if all are as they should be."""
+    for name, entry in files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 import re
@@ -12,7 +11,8 @@ import msgspec
 from aiohttp import web
 
 from engine.api.config import Limits
-from engine.api.errors import ApiError, bad_request, too_large
+from engine.api.errors import ApiError, bad_request
+from engine.api.reading import read_bounded
 from engine.api.schema import UNSUPPORTED, Request
 from engine.api.service import CONTEXT, SERVICE
 
@@ -32,39 +32,16 @@ async def read_body(request: web.Request, max_bytes: int | None = None) -> bytes
     limit = service.config.limits.max_body_bytes if max_bytes is None else max_bytes
     if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("identity", ""):
         raise ApiError(415, "compressed bodies are not accepted; send the JSON as it is", param="Content-Encoding")
-    if request.content_length is not None and request.content_length > limit:
-        raise too_large(f"the body has {request.content_length} bytes, the limit is {limit}", code="body_too_large")
-    await _continue(request)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(service.config.timeouts.body):
-            async for chunk in request.content.iter_any():
-                service.reserve(request[CONTEXT], len(chunk))
-                body += chunk
-                if len(body) > limit:
-                    raise too_large(f"the body is over the limit of {limit} bytes", code="body_too_large")
-    except TimeoutError as exc:
-        error = ApiError(408, f"the body did not arrive within {service.config.timeouts.body:g} s", code="body_timeout")
-        error.headers["Connection"] = "close"
-        raise error from exc
-    except web.RequestPayloadError as exc:
-        raise bad_request(f"the body cannot be read as HTTP says it should: {exc}", code="bad_body") from exc
+    context = request[CONTEXT]
+    seconds = service.config.timeouts.body
+    body = await read_bounded(
+        request, limit=limit, seconds=seconds, reserve=lambda size: service.reserve(context, size)
+    )
     return bytes(body)
 
 
 async def no_expect(request: web.Request) -> None:
     """Route hook: `100 Continue` is sent when the body is wanted, not before the key and the size were looked at."""
-
-
-async def _continue(request: web.Request) -> None:
-    expect = request.headers.get("Expect")
-    if expect is None:
-        return
-    if expect.lower() != "100-continue":
-        raise ApiError(417, f"unknown expectation {expect[:100]}", param="Expect", code="expectation")
-    if request.version >= (1, 1):
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # nothing of the answer itself was sent yet
 
 
 async def read_json(request: web.Request, kind: type[T]) -> T:
