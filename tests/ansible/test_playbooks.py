@@ -234,7 +234,7 @@ def test_drain_and_undrain(server: Server) -> None:
     assert server.ask("/readyz")[0] == 503 and server.status()["host"]["drain"]["reason"] == "fan"
     assert server.ask("/v1/completions", KEY, "tiny")[0] == 200, "what still comes is served"
     assert good(server.controller.play("drain")).changed == 0
-    refused(server.controller.play("verify"), "Not everything serves: the host is drained: maintenance")  # and does not wait
+    refused(server.controller.play("verify"), "Not everything serves: the host is drained: maintenance")  # at once
     play = good(server.controller.play("install"))
     assert play.changed == 0 and "Left as it is: the host is drained: maintenance" in play.output
     assert good(server.controller.play("drain", undrain=True)).changed == 1
