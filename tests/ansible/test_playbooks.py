@@ -346,7 +346,7 @@ def test_install_again_finds_models_and_configuration(server: Server) -> None:
 
 
 def test_purge_leaves_nothing(server: Server) -> None:
-    good(server.controller.play("uninstall", appliance_purge=True))
+    good(server.controller.play("uninstall", "-e", "appliance_purge=true"))  # as documented: -e gives text
     server.box.run(["rm", "-r", DROP_IN.rpartition("/")[0]])
     assert not hosts.boiled_down(server.before, server.listing())
     assert server.packages() == server.packages_before
