@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError
+from appliance.unix_http import UnixConnection
 
 MAX_BYTES = 4 << 20
 
@@ -21,20 +21,9 @@ class NotRunning(AdminError):
     """Nobody listens on the socket."""
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 def get_json(path: Path, target: str, *, timeout: float = 2.0, statuses: tuple[int, ...] = (200,)) -> dict[str, Any]:
     """The JSON object at `target` of the server on the Unix socket `path`. NotRunning, or AdminError."""
-    connection = _UnixConnection(path, timeout)
+    connection = UnixConnection(path, timeout)
     try:
         connection.request("GET", target)
         response = connection.getresponse()

@@ -1,6 +1,6 @@
 """Questions to an engine over its Unix socket (/run/appliance/gpuN/engines/RELEASE.sock), for tools of the host.
 
-Blocking, one connection a question, everything bounded: size, time of each read. Not for the launcher, whose loop must
+Blocking, one connection a question, everything bounded: size and time. Not for the launcher, whose loop must
 not wait.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError, ExitCode
+from appliance.unix_http import UnixConnection
 
 MAX_ANSWER_BYTES = 16 << 20
 CONTROL_SECONDS = 130.0  # a little over what the engine itself gives /admin/golden and /admin/checksum
@@ -24,17 +24,6 @@ class EngineUnavailable(ApplianceError):
     """No answer, or not the kind that was asked for: nothing is known about the engine's arithmetic."""
 
     exit_code = ExitCode.INCONCLUSIVE
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, path: Path, seconds: float) -> None:
-        super().__init__("engine", timeout=seconds)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +46,12 @@ class EngineCalls:
             raise EngineUnavailable(f"{self.socket}: the engine does not say which device it runs on")
         return name
 
+    def context(self) -> int | None:
+        """The longest sequence it takes; None: it does not say."""
+        table = self.state().get("engine")
+        length = table.get("max_model_len") if isinstance(table, dict) else None
+        return length if type(length) is int and length > 0 else None
+
     def golden(self, prompt_ids: list[int]) -> dict[str, Any]:
         """{"sha256", "positions", "finite"} of the float32 logits of every position of the prompt."""
         return self._control("golden", {"prompt_ids": prompt_ids}, {"sha256": str, "positions": int, "finite": bool})
@@ -77,7 +72,7 @@ class EngineCalls:
             logprobs = answer["choices"][0]["logprobs"]
             own = [float(value) for value in logprobs["token_logprobs"][-last:]]
             best = [max(map(float, top.values())) for top in logprobs["top_logprobs"][-last:]]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise EngineUnavailable(f"{self.socket}: no logprobs in the answer: {error!r}") from None
         if len(own) != last or len(best) != last or len(logprobs["token_logprobs"]) != len(ids):
             raise EngineUnavailable(f"{self.socket}: logprobs of {len(own)} positions, asked for {last} of {len(ids)}")
@@ -91,7 +86,7 @@ class EngineCalls:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        connection = _Connection(self.socket, seconds)
+        connection = UnixConnection(self.socket, seconds)
         try:
             connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
             response = connection.getresponse()

@@ -2,7 +2,8 @@
 
 Every transition of a GPU, an engine, a release or a hold is one line. A line is one write() to a file opened with
 O_APPEND, so lines of several processes never mix; a kill in the middle of a write leaves a torn last line, which the
-next writer closes and readers skip. Rotated at MAX_BYTES to events.jsonl.1 (one old file is kept).
+next writer closes and readers skip. Rotated at MAX_BYTES to events.jsonl.1 (one old file is kept). Writers exclude each
+other on .events.jsonl.lock, which nobody else can open: whoever may read a file may also lock it (flock(2)).
 
 An event never stops the work it tells of: where it cannot be written (disk full, no permission) it goes to stderr,
 that is to the journal, with the reason.
@@ -40,7 +41,12 @@ def append_event(path: Path, event: str, **fields: Any) -> bool:
 
 
 def _append(path: Path, line: bytes) -> None:
-    fd, locked = _open_locked(path)
+    with _locked(path) as locked:
+        _write(path, line, may_rotate=locked)
+
+
+def _write(path: Path, line: bytes, *, may_rotate: bool) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
@@ -48,32 +54,36 @@ def _append(path: Path, line: bytes) -> None:
         written = os.write(fd, data)
         if written != len(data):
             raise OSError(0, f"only {written} of {len(data)} bytes were written: is the disk full?")
-        if locked and size + written > MAX_BYTES:
+        if may_rotate and size + written > MAX_BYTES:
             os.replace(path, path.with_name(path.name + ".1"))
     finally:
         os.close(fd)
 
 
-def _open_locked(path: Path) -> tuple[int, bool]:
-    """The current file, locked: another writer may have rotated it between our open and our lock. After _LOCK_SECONDS
-    (a writer is stopped) it goes on without the lock and does not rotate; O_APPEND still keeps lines whole."""
-    deadline = time.monotonic() + _LOCK_SECONDS
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Other writers are kept out: what is opened meanwhile is the current file. False after _LOCK_SECONDS (a writer is
+    stopped) or where there can be no lock file: it goes on and does not rotate; O_APPEND still keeps lines whole."""
+    try:
+        fd = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _lock(fd, time.monotonic() + _LOCK_SECONDS)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, deadline: float) -> bool:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                return fd, False
-            os.close(fd)
+                return False
             time.sleep(0.005)
-            continue
-        except BaseException:
-            os.close(fd)
-            raise
-        if _inode(path) == os.fstat(fd).st_ino or time.monotonic() >= deadline:
-            return fd, True
-        os.close(fd)
 
 
 def _inode(path: Path) -> int | None:

@@ -72,9 +72,10 @@ def explain_engine_errors(doing: str = "") -> Iterator[None]:
 def locked(
     path: Path, what: str, *, wait_seconds: float = 0, on_wait: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Holds an exclusive flock on `path` (created if missing); the kernel drops it when the process dies, however it
+    """Holds an exclusive flock on `path` (created if missing, for its owner alone: whoever may open a file for reading
+    may lock it); the kernel drops it when the process dies, however it
     dies. If another process holds it: calls `on_wait` once and waits for at most `wait_seconds`, then BusyError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not _try_lock(fd) and not (wait_seconds > 0 and _wait_for_lock(fd, wait_seconds, on_wait)):
             waited = f" (waited {wait_seconds:g} s)" if wait_seconds > 0 else ""

@@ -180,7 +180,7 @@ class Recorder:
 
     def _answers(self, engine: EngineCalls, where: str) -> Answers:
         self.fleet.stage(f"golden answers of {self.release.name} on {where}")
-        context = engine.state().get("engine", {}).get("max_model_len")
+        context = engine.context()
         weights = engine.checksum()
         if not weights["ok"]:
             raise GoldenMismatch(

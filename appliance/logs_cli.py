@@ -55,7 +55,7 @@ def journalctl(args: argparse.Namespace) -> list[str]:
         raise UsageError("--lines wants a number from 1 to 10000000")
     units = ["appliance-*", "appliance.*"]
     if args.gpu is not None:
-        # Engines write through their launcher's stream but run in their own scopes.
+        # The journal files what an engine writes under its scope.
         units = [f"appliance-gpu@{args.gpu}.service", f"appliance-gpu{args.gpu}-*.scope"]
     elif args.gateway:
         units = [f"appliance-gateway@{args.gateway}.service"]

@@ -181,9 +181,11 @@ class ReleaseStore:
         from appliance.fsutil import locked
 
         with explained("cannot change the releases"), ExitStack() as stack:
-            for directory in (self.paths.releases, self._tmp()):
-                directory.mkdir(parents=True, exist_ok=True)
-                os.chmod(directory, 0o755)  # whatever the umask is: the engine's user reads below it
+            # Whatever the umask is: the engine's user reads releases. What is being built nobody reads: its files are
+            # looked at only when they are copied, and a link in a model of a stranger may have led anywhere.
+            for directory, mode in ((self.paths.releases, 0o755), (self._tmp(), 0o700)):
+                directory.mkdir(mode=mode, parents=True, exist_ok=True)
+                os.chmod(directory, mode)
             stack.enter_context(locked(self.paths.releases / ".lock", "the set of releases"))
             for leftover in self._tmp().iterdir():
                 _remove_tree(leftover)

@@ -70,7 +70,8 @@ def set_slot(paths: Paths, slot: str, release: str | None) -> None:
         raise SlotError(f"there is no release {release!r} to point {slot} at", hint="see `appliance release list`")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.parent.chmod(0o755)  # whatever the umask is: gateways read it
-    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Not the directory itself: whoever may open a file for reading may lock it (flock(2)).
+    lock = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(lock, path.parent)
         temporary = path.with_name(f".{slot}.tmp")

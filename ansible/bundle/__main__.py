@@ -12,6 +12,7 @@ Call order: wheels.py:own_wheel, wheels.py:download -> debs.py:download -> host_
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
 import sys
@@ -46,7 +47,10 @@ def main() -> int:
     os.environ.setdefault("SOURCE_DATE_EPOCH", str(EPOCH))
     os.umask(0o022)  # modes are in the wheel
     try:
-        print(build(args))
+        args.cache.mkdir(parents=True, exist_ok=True)
+        with (args.cache / "lock").open("w") as lock:  # apt and pip share the cache: one build of a checkout at a time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            print(build(args))
     except ApplianceError as error:
         report_error(error.message, hint=error.hint, code=error.exit_code)
         return error.exit_code
@@ -59,7 +63,6 @@ def build(args: argparse.Namespace) -> Path:
         raise UsageError(f"{args.version!r} is no version", hint="like 1.2.3, 1.2.3rc1 or 1.2.3+site4 (PEP 440)")
     progress = Progress()
     args.output.mkdir(parents=True, exist_ok=True)
-    args.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bundle-") as name:
         work = Path(name)
         content = work / "content"

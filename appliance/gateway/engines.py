@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Connection, Pool, UpstreamError
 from appliance.log import ApplianceError
-from appliance.paths import Paths
+from appliance.paths import RELEASE_NAME, Paths
 from appliance.slots import SlotError, pointer
 from appliance.statefile import read_state
 from engine.log import log_event
@@ -35,18 +36,26 @@ REST_SECONDS = 0.5  # an engine that failed or said 503 gets nothing for so long
 PROBE_SECONDS = 2.0
 _GPU_DIRECTORY = re.compile(r"gpu(\d{1,4})")
 _PROBE = b"GET /livez HTTP/1.1\r\nHost: engine\r\n\r\n"
+MAX_REASON_CHARS = 1000  # shown to everybody by /readyz
 _REMEMBERED = 8  # earlier releases of the pointer
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Scalar = str | float | int | bool | None
+_NO_FILE = (FileNotFoundError, NotADirectoryError)
+"""Of all errors these two say that something is not there; the others (no descriptors left, a disk that fails) say
+nothing of it."""
 
 
 class EngineEntry(msgspec.Struct, kw_only=True, frozen=True):
     """One engine in a launcher's state file."""
 
-    release: str
+    release: Annotated[str, msgspec.Meta(pattern=f"^{RELEASE_NAME.pattern}$")]
     state: str
     socket: str | None = None  # None: it could not even be planned
     admitted: bool = False
-    pid: int | None = None
-    restarts: int = 0
+    pid: Number | None = None
+    restarts: Number = 0
     last_exit: str | None = None
     progress: float | None = None
     model: str | None = None
@@ -56,11 +65,11 @@ class EngineEntry(msgspec.Struct, kw_only=True, frozen=True):
 class LauncherState(msgspec.Struct, kw_only=True, frozen=True):
     """What a launcher says of its GPU; keys that a gateway does not need are left alone."""
 
-    gpu: int
+    gpu: Number
     uuid: str = ""
     status: str = ""
     admitted: bool = False
-    holds: dict[str, dict[str, Any]] = {}
+    holds: dict[str, dict[str, Scalar]] = {}  # flat: what is shown must not be able to nest without end
     engines: list[EngineEntry] = []
 
 
@@ -112,8 +121,8 @@ class Engines:
         self._pointer_error: str | None = None
         self._before: list[str] = []  # releases of the pointer before this one, newest first
         self._engines: dict[tuple[int, str, str | None, int | None], Engine] = {}
-        self._stamps: dict[int, tuple[int, int, int]] = {}
-        self._drain_stamp: tuple[int, int, int] | None = None
+        self._stamps: dict[int, Stamp] = {}
+        self._drain_stamp: Stamp | None = None
         self._change: asyncio.Event = asyncio.Event()
         self._probes: dict[Engine, asyncio.Task[None]] = {}
 
@@ -206,10 +215,10 @@ class Engines:
     def poll(self) -> None:
         """Look once, at what has changed on disk."""
         changed = self._poll_pointer() | self._poll_launchers()
-        stamp = _stamp(self._paths.host_drain)
-        if stamp != self._drain_stamp:
-            self._drain_stamp, changed = stamp, True
-            self._read_drain()
+        with contextlib.suppress(OSError):  # unknown changes nothing; the next look is in a moment
+            stamp = _stamp(self._paths.host_drain)
+            if stamp != self._drain_stamp:
+                self._drain_stamp, changed = self._read_drain(stamp), True
         if changed:
             self.notify()
 
@@ -234,9 +243,17 @@ class Engines:
     def _poll_launchers(self) -> bool:
         changed = False
         seen = set()
-        for gpu in _gpus(self._paths.run):
+        try:
+            gpus = _gpus(self._paths.run)
+        except OSError:  # what cannot be looked at is not gone
+            return False
+        for gpu in gpus:
             path = self._paths.launcher_state(gpu)
-            stamp = _stamp(path)
+            try:
+                stamp = _stamp(path)
+            except OSError:
+                seen.add(gpu)
+                continue
             if stamp is not None:
                 seen.add(gpu)
             if stamp != self._stamps.get(gpu) and stamp is not None:
@@ -254,10 +271,12 @@ class Engines:
             raw = read_state(path, schema=SCHEMA)
             if raw is None:
                 return False
-            state = msgspec.convert(raw, LauncherState)
+            state = msgspec.convert(_showable(raw), LauncherState)
             if state.gpu != gpu:
                 raise msgspec.ValidationError(f"it is of GPU {state.gpu}")
-        except (ApplianceError, msgspec.ValidationError, OSError) as error:
+        except (ApplianceError, ValueError, RecursionError, OSError) as error:
+            if isinstance(error, OSError):
+                self._stamps[gpu] = _UNREAD  # not the file's fault: look again
             log_event(logger, logging.ERROR, "launcher_state", f"{path}: {error}; the last good one stays in force")
             return False
         self.launchers[gpu] = state
@@ -280,13 +299,16 @@ class Engines:
             engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)
             self._begin_probe(engine)
 
-    def _read_drain(self) -> None:
+    def _read_drain(self, stamp: Stamp | None) -> Stamp | None:
+        """Take over what the file says; what has been read now: `stamp`, or nothing."""
         try:
             state = read_state(self._paths.host_drain, schema=SCHEMA)
-        except (ApplianceError, OSError) as error:
+            reason = None if state is None else _showable(state.get("reason"))
+        except (ApplianceError, ValueError, RecursionError, OSError) as error:
             log_event(logger, logging.ERROR, "host_drain", f"{error}; what was in force stays in force")
-            return
-        self.draining = None if state is None else str(state.get("reason") or "no reason was given")
+            return _UNREAD if isinstance(error, OSError) else stamp
+        self.draining = None if state is None else str(reason or "no reason was given")[:MAX_REASON_CHARS]
+        return stamp
 
     # ---- does its socket answer? -----------------------------------------------------------------------------------
 
@@ -333,17 +355,27 @@ async def _answers(pool: Pool) -> bool:
 
 
 def _gpus(run: Path) -> list[int]:
+    """OSError if it cannot be known."""
     try:
         names = os.listdir(run)
-    except OSError:
+    except _NO_FILE:
         return []
     return [int(matched[1]) for name in names if (matched := _GPU_DIRECTORY.fullmatch(name))]
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes with every replacement of the file."""
+Stamp = tuple[int, int, int]
+_UNREAD: Stamp = (-1, -1, -1)
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Changes with every replacement of the file; None: there is none. OSError if that cannot be known."""
     try:
         stat = os.stat(path)
-    except OSError:
+    except _NO_FILE:
         return None
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def _showable(value: Any) -> Any:
+    """`value` out of a state file, without lone surrogates: no answer of ours could carry them."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

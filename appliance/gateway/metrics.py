@@ -210,14 +210,15 @@ def _histogram(metric: Histogram) -> Iterator[str]:
 def _labels(names: Sequence[str], values: Sequence[str]) -> str:
     if not names:
         return ""
-    return "{" + ",".join(f'{name}="{_quote(value)}"' for name, value in zip(names, values, strict=True)) + "}"
+    return "{" + ",".join(f'{name}="{quote_label(value)}"' for name, value in zip(names, values, strict=True)) + "}"
 
 
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-def _quote(text: str) -> str:
+def quote_label(text: str) -> str:
+    """A label's value, without the quotes around it."""
     return _escape(text).replace('"', '\\"')
 
 

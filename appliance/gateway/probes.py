@@ -13,6 +13,7 @@ from appliance.gateway.metrics import Gauge, Metric, render
 from engine.api.errors import ApiError, unavailable
 
 if TYPE_CHECKING:
+    from appliance.gateway.engine_metrics import Part
     from appliance.gateway.service import Call, Gateway
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -137,6 +138,9 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
     return [ready, release, drained, admitted, holds, states, restarts]
 
 
-def render_all(counted: list[Metric], gateway: Gateway) -> bytes:
-    """`counted`: of all processes."""
-    return render([*counted, *host_gauges(gateway)])
+def render_all(counted: list[Metric], gateway: Gateway, engines: list[Part]) -> bytes:
+    """`counted`: of all processes. `engines`: what they say of themselves."""
+    handed_on = gateway.engine_metrics
+    ours = [*counted, *host_gauges(gateway), handed_on.errors]
+    theirs = handed_on.render(engines, ours)  # first: it counts what it leaves out
+    return render(ours) + theirs

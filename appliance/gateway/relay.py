@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
 from appliance.gateway.downstream import ClientConnection, Pipe, client_headers
 from appliance.gateway.replay import Replay
-from appliance.gateway.stream import Stream, StreamCut
+from appliance.gateway.stream import Stream, StreamCut, shutting_down
 from appliance.gateway.upstream import Exchange, Head, UpstreamError
 from engine.api.errors import SERVER, ApiError, unavailable
 from engine.log import log_event
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WHOLE_BYTES = 8 << 20
 """An answer up to this size reaches its client only when it is whole, so that an engine may die in the middle of it."""
+MAX_ERROR_BYTES = 1 << 20
 _RELAYED = ("accept", "content-encoding", "content-type", "user-agent", "traceparent")
 """Of a request's headers. A list of what is let through, so that nothing a client sends can be taken for ours."""
 
@@ -56,11 +57,16 @@ class Relay:
     async def run(self) -> web.StreamResponse:
         while True:
             engine = await self._next_engine()
+            began = time.monotonic()
             try:
                 return await self._attempt(engine)
             except UpstreamError as error:
+                if error.kind == "connect":
+                    self._waited += time.monotonic() - began
                 self._broken(engine, error)
             except Answered as answer:
+                if answer.head.status == 503:  # not counted as an attempt: so its time is a wait
+                    self._waited += time.monotonic() - began
                 if not self._try_further(engine, answer):
                     return self._response(answer.head, answer.body)
 
@@ -68,9 +74,10 @@ class Relay:
 
     async def _next_engine(self) -> Engine:
         """A usable engine, waited for at most `wait_timeout` in all; 503 otherwise."""
-        if (engine := self.engines.pick(avoid=self._avoid)) is not None:
-            return engine
         gateway = self.gateway
+        late = self._waited >= self.settings.gateway.wait_timeout
+        if not late and (engine := self.engines.pick(avoid=self._avoid)) is not None:
+            return engine
         self._avoid.clear()
         if self.engines.release is None:
             raise self._no_engine("no_release", f"no release is set for the slot {self.settings.slot}")
@@ -79,22 +86,18 @@ class Relay:
         gateway.waiting += 1
         began = time.monotonic()
         try:
-            while (engine := self.engines.pick()) is None:
+            while late or (engine := self.engines.pick()) is None:
                 left = self.settings.gateway.wait_timeout - self._waited - (time.monotonic() - began)
                 if left <= 0:
                     _, reason = self.engines.not_ready() or ("", "its engines answer that they cannot take it")
                     raise self._no_engine("no_engine", f"no engine could take this request: {reason}")
                 await self.engines.changed(left)
                 if gateway.aborting:
-                    raise self.shutting_down()
+                    raise shutting_down()
         finally:
             gateway.waiting -= 1
             self._waited += time.monotonic() - began
         return engine
-
-    def shutting_down(self) -> ApiError:
-        """This process has to go before the answer is complete."""
-        return unavailable("the gateway shut down before this answer was complete", "shutting_down", 1)
 
     def _no_engine(self, code: str, reason: str) -> ApiError:
         return unavailable(reason, code)
@@ -143,6 +146,8 @@ class Relay:
                     await self._judge(exchange, head)
                 if not (head.get("content-type") or "").startswith("text/event-stream"):
                     return await self._whole(exchange, head)
+                if self.request.method == "HEAD":
+                    return await self._pass_on(exchange, head, bytearray())
                 stream = Stream(self.gateway, self.request, self.call, engine.release, head, self._headers(head))
                 cut = await self._stream(stream, exchange)
             finally:
@@ -158,7 +163,7 @@ class Relay:
             await stream.follow(exchange)
         except StreamCut as cut:
             if cut.kind == "shutdown" and stream.response is None:
-                raise self.shutting_down() from None
+                raise shutting_down() from None
             if stream.response is None:
                 raise UpstreamError(cut.kind, str(cut)) from None
             return cut
@@ -206,10 +211,31 @@ class Relay:
             raise Answered(head, await self._collect(exchange))
 
     async def _collect(self, exchange: Exchange) -> bytes:
+        """An error's body, which is small."""
         body = bytearray()
-        exchange.attach(body.extend)
-        await exchange.ended
+
+        def keep(data: bytes) -> None:
+            body.extend(data)
+            if len(body) > MAX_ERROR_BYTES:
+                exchange.close("bad", f"the body of an error is over {MAX_ERROR_BYTES} bytes")
+
+        exchange.attach(keep)
+        await self._end(exchange)
         return bytes(body)
+
+    async def _end(self, exchange: Exchange, *others: asyncio.Future[Any]) -> None:
+        """Until the answer is complete, or one of the others is. UpstreamError when it broke, or when the engine says
+        nothing although its client reads."""
+        silence = self.settings.silence_timeout
+        while not exchange.ended.done() and not any(other.done() for other in others):
+            await asyncio.wait((exchange.ended, *others), timeout=silence / 4, return_when=asyncio.FIRST_COMPLETED)
+            connection = cast(ClientConnection, self.request.protocol)
+            if connection.exchange is exchange and connection.full:
+                continue
+            if not exchange.ended.done() and asyncio.get_running_loop().time() - exchange.last_data > silence:
+                raise UpstreamError("silent", f"the engine sent nothing for {silence:g} s in the middle of its answer")
+        if exchange.ended.done():
+            exchange.ended.result()
 
     async def _whole(self, exchange: Exchange, head: Head) -> web.StreamResponse:
         """An answer that is no stream: kept until it is whole, or until it is too large for that."""
@@ -225,7 +251,7 @@ class Relay:
         if not exchange.ended.done():  # a small answer is here together with its head
             overflow = asyncio.ensure_future(full.wait())
             try:
-                await asyncio.wait((exchange.ended, overflow), return_when=asyncio.FIRST_COMPLETED)
+                await self._end(exchange, overflow)
             finally:
                 overflow.cancel()
         if not exchange.ended.done():
@@ -237,21 +263,20 @@ class Relay:
         response = web.StreamResponse(status=head.status, headers=self._headers(head))
         if head.length is not None:
             response.content_length = head.length
+        self.call.begun = True
         writer = await response.prepare(self.request)
         assert writer is not None
         self.call.first_byte()
+        if self.request.method == "HEAD":  # aiohttp would write a body all the same: the start of the next answer
+            return response
         await response.write(bytes(begun))
         pipe = Pipe(cast(ClientConnection, self.request.protocol), writer)
         pipe.connection.follow(exchange)
         try:
             exchange.attach(pipe.write)
-            await exchange.ended
+            await self._end(exchange)
         except UpstreamError as error:
-            self.call.error_code = "cut"
-            log_event(logger, logging.ERROR, "answer_cut", str(error), req_id=self.call.request_id)
-            if pipe.connection.transport is not None:
-                pipe.connection.transport.abort()  # a short body is the only way left to say that it is not whole
-            raise ConnectionError("the engine failed in the middle of a large answer") from None
+            raise ApiError(502, f"the engine failed in the middle of a large answer: {error}", code="cut") from None
         finally:
             pipe.connection.follow(None)
         return response

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from appliance.gateway.stream import StreamCut
+from appliance.gateway.stream import StreamCut, shutting_down
 from appliance.gateway.upstream import UpstreamError
 from engine.api.errors import ApiError
 from engine.log import log_event
@@ -45,7 +45,7 @@ class Replay:
         stream, metrics = self._stream, self._relay.gateway.metrics
         stream.start_waiting()
         try:
-            await self._go_on(cut)
+            await self._go_on_or_end(cut)
             outcome = "done"
         except GaveUp as gave_up:
             outcome = gave_up.outcome
@@ -57,6 +57,14 @@ class Replay:
         finally:
             stream.stop_waiting()
         metrics.replays.inc(self._settings.slot, self._release, outcome)
+
+    async def _go_on_or_end(self, cut: StreamCut | None) -> None:
+        try:
+            await self._go_on(cut)
+        except asyncio.CancelledError:
+            if not self._call.take_abort():
+                raise
+            raise GaveUp("failed", shutting_down()) from None
 
     async def _go_on(self, cut: StreamCut | None) -> None:
         """Attempts until the stream is whole; GaveUp."""
@@ -85,7 +93,7 @@ class Replay:
         else:
             self._engines.rest(engine)
         if cut.kind == "shutdown":
-            raise GaveUp("failed", self._relay.shutting_down())
+            raise GaveUp("failed", shutting_down())
         if not stream.resumable:
             raise self._give_up("failed", f"the engine failed in the middle of this stream: {cut}")
         self._call.replays += 1
@@ -104,7 +112,7 @@ class Replay:
                 raise self._give_up("timeout", f"no engine of {self._release} could go on within {seconds:g} s")
             await self._engines.changed(left)
             if self._relay.gateway.aborting:
-                raise GaveUp("failed", self._relay.shutting_down())
+                raise GaveUp("failed", shutting_down())
         return engine
 
     async def _attempt(self, engine: Engine) -> StreamCut | None:

@@ -17,7 +17,9 @@ import ssl
 import stat
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -29,8 +31,8 @@ from appliance.gateway.service import Gateway
 from appliance.gateway.settings import Access, Refused, Settings
 from appliance.gateway.sharing import Acceptor
 from appliance.log import ApplianceError, BusyError
-from engine.api.config import tls_context
-from engine.api.connection import check_library
+from engine.api.config import ApiConfig, tls_context
+from engine.api.connection import Connection, check_library
 from engine.api.errors import ApiError
 from engine.errors import EngineError
 from engine.log import log_event
@@ -38,6 +40,7 @@ from engine.log import log_event
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+MAX_ADMIN_CONNECTIONS = 128  # of each admin listener
 _SOCKET_MODE = 0o660
 _FLUSH_SECONDS = 2.0  # for the last error events to reach their clients
 
@@ -115,6 +118,32 @@ def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
     return handle
 
 
+@dataclass
+class AdminSide:
+    """What engine/api/connection.py wants to know of an admin listener: without its guards a peer that opens
+    connections there and says nothing takes the descriptors that clients need."""
+
+    api: ApiConfig
+    metrics: GatewayMetrics
+    connections: int = 0
+
+    @property
+    def config(self) -> ApiConfig:
+        return replace(self.api, limits=replace(self.api.limits, max_connections=MAX_ADMIN_CONNECTIONS))
+
+
+def _admin_connections(server: web.Server, side: AdminSide) -> Callable[[], Connection]:
+    timeouts = side.api.timeouts
+    return lambda: Connection(
+        server,
+        cast(Any, side),
+        loop=asyncio.get_running_loop(),
+        keepalive_timeout=timeouts.keepalive,
+        access_log=None,
+        lingering_time=timeouts.linger,
+    )
+
+
 @contextlib.asynccontextmanager
 async def admin_listeners(settings: Settings, gateway: Gateway) -> AsyncIterator[None]:
     """The Unix socket, and where the public listener is not loopback an address for /metrics."""
@@ -127,7 +156,8 @@ async def admin_listeners(settings: Settings, gateway: Gateway) -> AsyncIterator
             listeners.append((_tcp_socket(settings.gateway.admin_host, settings.admin_port), True))
         for sock, only_metrics in listeners:
             server = web.Server(admin_handler(gateway, only_metrics=only_metrics), access_log=None)
-            opened.append((await loop.create_server(server, sock=sock), server))
+            factory = _admin_connections(server, AdminSide(settings.api, gateway.metrics))
+            opened.append((await loop.create_server(factory, sock=sock, backlog=BACKLOG), server))
         yield
     finally:
         for listener, server in opened:
@@ -183,6 +213,7 @@ class Worker:
                 await server.shutdown(_FLUSH_SECONDS)
                 polling.cancel()
                 gateway.engines.close()
+                gateway.engine_metrics.close()
         return 0
 
     async def _accept(self, server: web.Server, listener: socket.socket) -> asyncio.Server | Acceptor:
@@ -192,6 +223,7 @@ class Worker:
         return await asyncio.get_running_loop().create_server(
             lambda: self._connection(server),
             sock=listener,
+            backlog=BACKLOG,  # asyncio listens again, else with 100
             ssl=self._tls,
             ssl_handshake_timeout=handshake if self._tls is not None else None,
         )
@@ -221,7 +253,8 @@ class Worker:
         left = list(gateway.streams)
         for stream in left:
             stream.shut_down()
-        await self._idle(_FLUSH_SECONDS if left or gateway.waiting else 0.2, None)
+        gateway.end_calls()
+        await self._idle(_FLUSH_SECONDS, None)
         log_event(logger, logging.WARNING, "drained", ended=len(left), cut=gateway.active)
 
     async def _idle(self, seconds: float, hurry: asyncio.Event | None) -> bool:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from appliance.gateway.body import read_body
+from appliance.gateway.engine_metrics import EngineMetrics
 from appliance.gateway.engines import Engine, Engines
 from appliance.gateway.metrics import GatewayMetrics
 from appliance.gateway.probes import gauges, own_routes, render_all, state
 from appliance.gateway.relay import Relay
 from appliance.gateway.routes import Target, find
+from appliance.gateway.stream import shutting_down
 from engine.api.auth import bearer
 from engine.api.errors import SERVER, ApiError, bad_request, unavailable
 from engine.api.service import CONTEXT
@@ -35,7 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # as engine/api/middleware.py t
 _MAX_TENANT = 256  # engine/api/relay.py
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """What is known of one request. `run` and `request_id` are read by engine/api/connection.py."""
 
@@ -53,6 +55,16 @@ class Call:
     replays: int = 0
     error_code: str | None = None
     first_at: float | None = None
+    begun: bool = False  # something of the answer may have been sent
+    streaming: bool = False  # an engine's events go to the client; Stream.shut_down ends that
+    aborted: bool = False  # cancelled by us, not by its client
+
+    def take_abort(self) -> bool:
+        """Whether a CancelledError is the gateway's own end: then it is taken back, and the client is told."""
+        aborted, self.aborted = self.aborted, False
+        if aborted and (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        return aborted
 
     @property
     def tenant(self) -> str | None:
@@ -94,8 +106,13 @@ class Gateway:
     started: float = field(default_factory=time.time)
     buffered_bytes: int = 0
     streams: set[Stream] = field(default_factory=set)
+    calls: dict[Call, asyncio.Task[Any]] = field(default_factory=dict)  # in work, probes not among them
+    engine_metrics: EngineMetrics = field(init=False)
     gather: Callable[[], Awaitable[bytes]] | None = None  # the metrics of all workers, where there are several
     describe_workers: Callable[[], Awaitable[dict[str, Any]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.engine_metrics = EngineMetrics(self.engines)
 
     @property
     def config(self) -> ApiConfig:
@@ -135,20 +152,21 @@ class Gateway:
             self._authorize(request, call, target)
             response = await self._answer(request, call, target)
         except ApiError as error:
-            call.error_code = error.code
-            response = error.response()
-        except (asyncio.CancelledError, ConnectionError):
-            if call.error_code == "cut":
-                self.metrics.errors.inc(self.settings.slot, call.release, "cut")
-            else:
-                self.metrics.disconnects.inc(self.settings.slot, call.release)
-            self._account(request, call, target, 499)
+            response = self._failed(request, call, target, error)
+        except asyncio.CancelledError:
+            if not call.take_abort():
+                self._gone(request, call, target)
+                raise
+            response = self._failed(request, call, target, shutting_down())
+        except ConnectionError:
+            self._gone(request, call, target)
             raise
         except Exception as error:
             log_event(logger, logging.ERROR, "unhandled", str(error), req_id=call.request_id, exc_info=True)
-            call.error_code = "internal_error"
-            response = ApiError(500, "internal error; the log has it under this id", code="internal_error").response()
+            internal = ApiError(500, "internal error; the log has it under this id", code="internal_error")
+            response = self._failed(request, call, target, internal)
         finally:
+            self.calls.pop(call, None)
             self.active -= not target.probe
             self.buffered_bytes -= call.buffered_bytes
             call.run = None
@@ -159,6 +177,31 @@ class Gateway:
                 response.force_close()
         self._account(request, call, target, response.status)
         return response
+
+    def _failed(self, request: web.BaseRequest, call: Call, target: Target, error: ApiError) -> web.Response:
+        """The answer that says so; ConnectionError where another one has begun: a second head would be read as its
+        body, so a body that breaks off is the only way left to say that it is not whole."""
+        call.error_code = error.code
+        if not call.begun:
+            return error.response()
+        log_event(logger, logging.ERROR, "answer_cut", error.message, req_id=call.request_id, code=error.code)
+        self.metrics.errors.inc(self.settings.slot, call.release, "cut")
+        if request.transport is not None:
+            request.transport.abort()
+        self._account(request, call, target, 499)
+        raise ConnectionError(error.message) from None
+
+    def _gone(self, request: web.BaseRequest, call: Call, target: Target) -> None:
+        """Its client left."""
+        self.metrics.disconnects.inc(self.settings.slot, call.release)
+        self._account(request, call, target, 499)
+
+    def end_calls(self) -> None:
+        """This process has to go: whoever has no answer yet is told so (a stream: by Stream.shut_down)."""
+        for call, task in list(self.calls.items()):
+            if not call.streaming and not call.aborted:
+                call.aborted = True
+                task.cancel()
 
     async def _answer(self, request: web.BaseRequest, call: Call, target: Target) -> web.StreamResponse:
         if target.refusal is not None:
@@ -172,6 +215,9 @@ class Gateway:
                 429, f"{self.active - 1} requests are in flight, which is the limit", code="too_many_requests",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls[call] = task
         body = await read_body(self, request, call)
         call.run = self  # from here on a client that floods its connection is cut off
         return await Relay(self, request, call, target.path, body).run()
@@ -226,7 +272,8 @@ class Gateway:
         """The metrics of this gateway, of all its processes."""
         if self.gather is not None:
             return await self.gather()
-        return render_all([*self.metrics.all(), *gauges(self)], self)
+        theirs = await self.engine_metrics.collect()
+        return render_all([*self.metrics.all(), *gauges(self)], self, theirs)
 
     async def describe(self) -> dict[str, Any]:
         """For /state on the admin socket."""

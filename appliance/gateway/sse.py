@@ -11,6 +11,7 @@ import re
 MAX_EVENT_BYTES = 64 << 20
 """Of one event: an echoed prompt with logprobs is large."""
 _STATE = re.compile(rb"[0-9]{1,6}:[0-9a-f.-]{1,80}")
+_MAX_STATE = 87
 MAX_CHOICES = 1024
 
 
@@ -32,6 +33,8 @@ class Events:
 
     def feed(self, data: bytes) -> bytes:
         """The events that are now complete, to be passed on; may be empty."""
+        if not data:
+            return b""  # as last piece of an event it would hide the line's end before it
         if self._rest:
             last = self._rest[-1]
             self._rest.append(data)
@@ -78,8 +81,9 @@ class Events:
         return data
 
     def _note(self, data: bytes, start: int) -> None:
-        entry = data[start + 4 : data.index(b"\n", start)]
-        self.ids[entry.partition(b":")[0]] = entry
+        entry = data[start + 4 : min(data.index(b"\n", start), start + 4 + _MAX_STATE + 1)]
+        if len(self.ids) <= MAX_CHOICES:  # one more than there can be: never resumed, and no more memory
+            self.ids[entry.partition(b":")[0]] = entry
 
 
 def resume_value(ids: dict[bytes, bytes]) -> str | None:

@@ -10,11 +10,16 @@ from aiohttp import web
 
 from appliance.gateway.downstream import ClientConnection, Pipe
 from appliance.gateway.sse import EventError, Events, resume_value
+from engine.api.errors import ApiError, unavailable
 
 if TYPE_CHECKING:
     from appliance.gateway.service import Call, Gateway
     from appliance.gateway.upstream import Exchange, Head
-    from engine.api.errors import ApiError
+
+
+def shutting_down() -> ApiError:
+    """This process has to go before the answer is complete."""
+    return unavailable("the gateway shut down before this answer was complete", "shutting_down", 1)
 
 
 class StreamCut(Exception):
@@ -62,6 +67,7 @@ class Stream:
         self._wake.clear()
         exchange.ended.add_done_callback(lambda _: self._wake.set())
         self._gateway.streams.add(self)
+        self._call.streaming = True
         self._connection.follow(exchange)
         try:
             exchange.attach(self._receive)
@@ -74,6 +80,7 @@ class Stream:
         finally:
             self._connection.follow(None)
             self._gateway.streams.discard(self)
+            self._call.streaming = False
 
     def shut_down(self) -> None:
         """End it with an error event: the gateway has to go."""
@@ -106,6 +113,7 @@ class Stream:
         response = web.StreamResponse(status=200, headers=self._headers)
         if self._request.version < (1, 1):
             response.force_close()  # without chunks the end of the connection is the only end of a stream
+        self._call.begun = True
         writer = await response.prepare(self._request)
         assert writer is not None
         self.response = response

@@ -19,7 +19,8 @@ MAX_EARLY_BYTES = 256 << 10
 CONNECT_SECONDS = 2.0
 _MAX_CHUNK_LINE = 18
 _STATUS_LINE = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [\x20-\x7e\x80-\xff]*)?")
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\t]*)")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\x20-\x7e\x80-\xff\t]*)")
+"""No two repetitions that can share a blank: with those a line of 32 KiB costs seconds."""
 
 
 class UpstreamError(Exception):
@@ -105,11 +106,11 @@ class Exchange:
         self.last_data = asyncio.get_running_loop().time()  # the silence was ours
         self._update_reading()
 
-    def close(self) -> None:
+    def close(self, kind: str = "closed", message: str = "given up") -> None:
         """Nobody listens any more. If it is not complete its connection goes, which tells the engine to stop."""
         self._sink = _drop
         if self._connection is not None:
-            self._connection.fail("closed", "given up")
+            self._connection.fail(kind, message)
 
     def deliver(self, data: bytes) -> None:
         if self._sink is not None:
@@ -125,7 +126,8 @@ class Exchange:
             return
         self._connection = None
         if error is None:
-            self.ended.set_result(None)
+            if not self.ended.done():  # whoever waited for it was cancelled
+                self.ended.set_result(None)
             return
         for future in (self.head, self.ended):
             if not future.done():
@@ -238,7 +240,8 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
         head = self._parsed = parse_head(data[:end])
         self._left = head.length or 0
-        exchange.head.set_result(head)
+        if not exchange.head.done():  # whoever waited for it was cancelled
+            exchange.head.set_result(head)
         rest = data[end + 4 :]
         if head.chunked:
             self._feed_chunks(exchange, rest)
@@ -306,7 +309,7 @@ class Connection(asyncio.Protocol):
         if reusable:
             self._on_idle(self)
         else:
-            self._transport.close()
+            self._transport.abort()  # a close would wait until an engine that reads no more has taken the rest
 
 
 def _chunk_size(line: bytes) -> int:
@@ -343,8 +346,8 @@ class Pool:
             async with asyncio.timeout(CONNECT_SECONDS):
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_unix_connection(lambda: Connection(self._put, self._lost), self.path)
-        except (OSError, TimeoutError) as error:
-            reason = "no connection in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError: no path at all
+            reason = "no connection in time" if isinstance(error, TimeoutError) else str(error)
             raise UpstreamError("connect", f"{self.path}: {reason}") from None
         return connection
 

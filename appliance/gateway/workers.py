@@ -135,10 +135,17 @@ class Child:
         """Read what it says until its end of the channel closes."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._channel, limit=MAX_LINE)
         try:
-            while line := await reader.readline():
+            while (line := await reader.readline()).endswith(b"\n"):  # without: it died in the middle of one
                 self._heard(msgspec.json.decode(line))
         except ConnectionError:
             pass  # it died as we asked it something
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # no JSON, or over MAX_LINE
+            log_event(logger, logging.ERROR, "worker_babbles", str(error), worker_pid=self.process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
         finally:
             self._writer.close()
             for future in self._answers.values():
@@ -213,6 +220,7 @@ class Supervisor:
                 if child.process.returncode is None:
                     child.process.kill()
             gateway.engines.close()
+            gateway.engine_metrics.close()
         return 0
 
     def _forward(self, number: signal.Signals) -> None:
@@ -224,10 +232,9 @@ class Supervisor:
                 child.process.send_signal(number)
 
     async def _announce(self) -> None:
-        while len(self._children) < self.settings.gateway.workers:
+        wanted = self.settings.gateway.workers
+        while sum(child.ready.is_set() for child in self._children) < wanted:  # one may die and be replaced meanwhile
             await asyncio.sleep(0.02)
-        for child in self._children:
-            await child.ready.wait()
         log_event(logger, logging.INFO, "listening", f"listening on {shown(self._listener)}")
         self._notifier.send(READY=1, STATUS=f"serving {self.settings.host}:{self.settings.port}")
         await watch(self._notifier)
@@ -247,7 +254,12 @@ class Supervisor:
     async def _keep(self, index: int) -> None:
         """One worker after the other in one place, until we stop."""
         while not self._worker.stop.is_set():
-            child = await self._start(index)
+            try:
+                child = await self._start(index)
+            except OSError as error:  # no process, no memory, no descriptors left now; the other workers go on
+                log_event(logger, logging.ERROR, "worker_not_started", str(error))
+                await asyncio.sleep(RESTART_SECONDS)
+                continue
             self._children.append(child)
             if self._worker.stop.is_set():
                 child.process.terminate()  # it came too late for the signal to the others
@@ -268,9 +280,13 @@ class Supervisor:
             inherited = (self._listener.fileno(), theirs.fileno(), self._load_fd)
             command += ["--worker", ":".join(map(str, (*inherited, index)))]
             environment = {k: v for k, v in python_env().items() if k not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
-            process = await asyncio.create_subprocess_exec(
-                *command, env=environment, pass_fds=inherited, stderr=sys.stderr
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, env=environment, pass_fds=inherited, stderr=sys.stderr
+                )
+            except OSError:
+                ours.close()
+                raise
         ours.setblocking(False)
         return Child(process, ours)
 
@@ -285,12 +301,12 @@ class Supervisor:
         self._past = [snapshot(total.all())]
 
     async def metrics(self) -> bytes:
-        await self._ask_all()
+        theirs, _ = await asyncio.gather(self.gateway.engine_metrics.collect(), self._ask_all())
         total = GatewayMetrics(self.settings.slot, self.settings.gateway.metrics_buckets_seconds)
         gauges = probes.gauges(self.gateway)
         everything: list[Metric] = [*total.all(), *gauges]
         merge(everything, [*self._past, *(child.metrics for child in self._children)])
-        return probes.render_all(everything, self.gateway)
+        return probes.render_all(everything, self.gateway, theirs)
 
     async def describe(self) -> dict[str, Any]:
         """Of the whole gateway: in flight and the like added up, per worker below."""

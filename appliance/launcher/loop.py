@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 Callback = Callable[[], None]
+_FEW_TIMERS = 64
 
 
 class Timer:
@@ -38,6 +39,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
+        self._sweep_at = _FEW_TIMERS
         self._running = False
         self._signals: dict[int, Callback] = {}
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -63,6 +65,10 @@ class Loop:
     # -- timers
     def later(self, seconds: float, callback: Callback) -> Timer:
         timer = Timer(self.time() + seconds, callback)
+        if len(self._timers) >= self._sweep_at:  # cancelled ones: a wait may have been for a day
+            self._timers = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._sweep_at = max(_FEW_TIMERS, 2 * len(self._timers))
         heapq.heappush(self._timers, (timer.at, next(self._order), timer))
         return timer
 

@@ -21,7 +21,7 @@ def ansible_bin() -> Path:
     binaries = ROOT / ".venv-ansible" / "bin"
     if os.environ.get("APPLIANCE_OFFLINE") and not (binaries / "ansible-lint").exists():
         pytest.skip("APPLIANCE_OFFLINE is set and .venv-ansible is not there")
-    setup = [ROOT / ".ci" / "setup-ansible", "lint"]
+    setup = [str(ROOT / ".ci" / "setup-ansible"), "lint"]
     environment = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(setup, env=environment, capture_output=True, text=True, timeout=SETUP_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def why_no_bundle() -> str | None:
 
 def build_bundle(output: Path, *options: str, **environment: str) -> Path:
     """`python ansible/bundle`; downloads are kept in build/, as `make bundle` keeps them."""
-    command = [sys.executable, ROOT / "ansible" / "bundle", "--output", output, *options]
+    command = [sys.executable, str(ROOT / "ansible" / "bundle"), "--output", str(output), *options]
     done = subprocess.run(
         command, cwd=output.parent, env=os.environ | environment, capture_output=True, text=True, timeout=SETUP_SECONDS
     )

@@ -16,7 +16,7 @@ import pytest
 
 from tests.ansible.modules import ROOT, load_builder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("bundle")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("box")]  # beside those that use it
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_vendor_files_go_below_usr_and_are_all_there(content: Path) -> None:
 
 def test_the_same_tree_gives_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
     """Another directory, umask, time zone, locale and hash seed."""
-    build = [sys.executable, ROOT / "ansible/bundle", "--output", tmp_path]
+    build = [sys.executable, str(ROOT / "ansible/bundle"), "--output", str(tmp_path)]
     command = ["sh", "-c", 'umask 077; exec "$@"', "sh", *build]
     environment = {"TZ": "Pacific/Apia", "PYTHONHASHSEED": "7", "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=900)
@@ -132,7 +132,7 @@ def test_the_same_tree_gives_the_same_bytes(bundle: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("version", ["1/../2", "", "v1", "1.0 ", "1.0\n", "../1", "1.0+A"])
 def test_a_version_that_could_leave_its_directory_is_refused(version: str, tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "ansible/bundle", "--output", tmp_path, "--version", version]
+    command = [sys.executable, str(ROOT / "ansible/bundle"), "--output", str(tmp_path), "--version", version]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "is no version" in done.stderr and not list(tmp_path.iterdir())
 

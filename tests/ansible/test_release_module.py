@@ -15,7 +15,9 @@ from tests.ansible.modules import ROOT
 def difference() -> Callable[[dict[str, Any], dict[str, Any]], str | None]:
     """The function alone: its module imports Ansible, which tests' venv does not have."""
     source = ast.parse((ROOT / "ansible/plugins/modules/release.py").read_text())
-    wanted = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "difference"]
+    wanted: list[ast.stmt] = [
+        node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "difference"
+    ]
     space: dict[str, Any] = {"Any": Any}
     exec(compile(ast.Module(wanted, []), "release.py", "exec"), space)
     function: Callable[[dict[str, Any], dict[str, Any]], str | None] = space["difference"]

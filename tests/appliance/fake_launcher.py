@@ -48,15 +48,15 @@ class FakeFleet:
 
     def __enter__(self) -> FakeFleet:
         root = self.paths.etc.parents[1]
-        for gpu in range(self.gpus):
-            self.paths.launcher_state(gpu).unlink(missing_ok=True)
+        ready = _ready(self.paths)
+        ready.unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(root), str(self.gpus), self.kind],
             env=python_env(),
             preexec_fn=_die_with_parent,
         )
         deadline = time.monotonic() + START_SECONDS
-        while not all(self.paths.launcher_state(gpu).exists() for gpu in range(self.gpus)):
+        while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         return self
@@ -350,6 +350,11 @@ class ControlHandler(socketserver.StreamRequestHandler):
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
 
 
+def _ready(paths: Paths) -> Path:
+    """Is there once all of them listen."""
+    return paths.run / "fleet-ready"
+
+
 def main(root: Path, gpus: int, kind: str) -> None:
     paths = Paths.under(root)
     for gpu in range(gpus):
@@ -361,6 +366,7 @@ def main(root: Path, gpus: int, kind: str) -> None:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         launcher.write()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    _ready(paths).touch()
     threading.Event().wait(600)  # never longer than a test run
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from appliance.cli import COMMANDS
+from appliance.gateway.engine_metrics import LABELS
 from appliance.paths import SLOT_NAMES
 from tests.host.promtool import promtool
 
@@ -30,7 +31,7 @@ KINDS = {
     "Histogram": ("_bucket", "_sum", "_count"),
 }  # fmt: skip
 OURS = {"host", "job", "instance", "le"}  # labels that Prometheus or the scrape configuration adds
-ENGINE_TARGET = {"gpu", "release"}  # whoever hands the engines' own metrics on says which engine
+ENGINE_TARGET = set(LABELS)  # the stable gateway says which engine a metric is of
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

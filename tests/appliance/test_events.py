@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -104,7 +106,8 @@ def test_a_rotation_between_open_and_lock_does_not_lose_the_event(
 def test_a_stopped_writer_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_LOCK_SECONDS", 0.2)
     path = tmp_path / "events.jsonl"
-    code = f"import fcntl, time; f = open({str(path)!r}, 'a'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
+    lock = str(path.with_name(".events.jsonl.lock"))
+    code = f"import fcntl, time; f = open({lock!r}, 'a'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
         holder.send_signal(signal.SIGSTOP)
@@ -113,8 +116,27 @@ def test_a_stopped_writer_does_not_stop_the_others(tmp_path: Path, monkeypatch: 
     assert [event["event"] for event in read_events(path)] == ["goes on"]
 
 
+def test_who_may_only_read_cannot_hold_up_the_writers(tmp_path: Path) -> None:
+    """flock(2) takes any descriptor, so a lock that strangers respect must be on a file that they cannot open."""
+    path = tmp_path / "events.jsonl"
+    append_event(path, "zero")
+    readable = [file for file in tmp_path.iterdir() if file.stat().st_mode & 0o044]
+    assert path in readable
+    with contextlib.ExitStack() as stack:
+        for file in readable:
+            fcntl.flock(stack.enter_context(file.open()), fcntl.LOCK_EX)
+        began = time.monotonic()
+        for number in range(5):
+            append_event(path, "more", number=number)
+        assert time.monotonic() - began < events._LOCK_SECONDS  # nobody was waited for
+    assert len(list(read_events(path))) == 6
+
+
 def test_what_cannot_be_written_goes_to_the_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not append_event(Path("/dev/full"), "hold", gpu=1)
+    try:
+        assert not append_event(Path("/dev/full"), "hold", gpu=1)
+    finally:
+        Path("/dev/.full.lock").unlink(missing_ok=True)
     error = capsys.readouterr().err
     assert "No space left" in error and '"event": "hold"' in error and '"gpu": 1' in error
     assert not append_event(tmp_path / "no" / "events.jsonl", "hold")

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -312,6 +313,23 @@ def test_one_change_at_a_time(store: ReleaseStore, paths: Paths) -> None:
                 call()
             assert error.value.exit_code == 5
         assert store.get("v1").name == "v1" and store.verify("v1").ok  # reading needs no lock
+
+
+def test_strangers_neither_lock_nor_see_a_change(
+    store: ReleaseStore, paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may open a file may flock it; and what is copied as root is not yet known to be a model."""
+    seen = []
+    check = release_build.check_engine_options
+
+    def look(*args: Any) -> None:
+        seen.append([path.stat().st_mode & 0o077 for path in (paths.releases / ".tmp", paths.releases / ".lock")])
+        check(*args)
+
+    monkeypatch.setattr(release_build, "check_engine_options", look)
+    add(store)
+    assert seen == [[0, 0]]
+    assert paths.release("v1").stat().st_mode & 0o777 == 0o755
 
 
 def test_the_engine_of_the_release_runs_it(store: ReleaseStore, paths: Paths) -> None:

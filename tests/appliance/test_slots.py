@@ -113,13 +113,13 @@ def test_killed_at_every_step(paths: Paths, new: str | None) -> None:
             break
     assert finished and len(outcomes) > 3 and outcomes[0] == "v1" and outcomes[-1] == new
     set_slot(paths, "stable", "v1")
-    assert os.listdir(paths.slot_pointer("stable").parent) == ["stable"]
+    assert sorted(os.listdir(paths.slot_pointer("stable").parent)) == [".lock", "stable"]
 
 
 def test_two_writers_do_not_mix(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     set_slot(paths, "stable", "v1")
     monkeypatch.setattr(slots, "_LOCK_SECONDS", 0.1)
-    fd = os.open(paths.slot_pointer("stable").parent, os.O_RDONLY)
+    fd = os.open(paths.slot_pointer("stable").parent / ".lock", os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         with pytest.raises(BusyError):
@@ -127,3 +127,19 @@ def test_two_writers_do_not_mix(paths: Paths, monkeypatch: pytest.MonkeyPatch) -
     finally:
         os.close(fd)
     assert read_slot(paths, "stable") == "v1"
+
+
+def test_who_may_only_read_cannot_hold_up_a_change(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flock(2) takes any descriptor: everything that others can open is locked by a stranger here."""
+    monkeypatch.setattr(slots, "_LOCK_SECONDS", 0.1)
+    set_slot(paths, "stable", "v1")
+    directory = paths.slot_pointer("stable").parent
+    readable = [item for item in (directory, directory / ".lock") if item.stat().st_mode & 0o044]
+    assert readable == [directory]
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        set_slot(paths, "stable", "v2")
+    finally:
+        os.close(fd)
+    assert read_slot(paths, "stable") == "v2"

@@ -265,7 +265,8 @@ def test_version_is_one() -> None:
     result = subprocess.run([*python_module("engine"), "--version"], env=python_env(), capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"{__version__}\n")
     assert appliance.__version__ == __version__
-    code = "import sys, engine.serve, engine.core; print(json.dumps([m for m in sys.modules if 'appliance' in m]))"
+    ours = "[name for name in sys.modules if name.split('.')[0] == 'appliance']"  # not an editable install's finder
+    code = f"import sys, engine.serve, engine.core; print(json.dumps({ours}))"
     result = subprocess.run(
         [sys.executable, "-c", f"import json; {code}"], env=python_env(), capture_output=True, text=True, check=True
     )

@@ -26,17 +26,22 @@ def outside(order: dict[str, Any]) -> int:
     from appliance.launcher.scope import ScopePlan, check_scope, oom_kills, own_cgroup
     from appliance.launcher.scope_call import answer
     from appliance.launcher.spawn import spawn_trampoline
-    from appliance.launcher.spec import EngineSpec, Release, environment
+    from appliance.launcher.spec import EngineSpec, environment
     from appliance.launcher.trampoline import GO
     from appliance.paths import Paths
+    from appliance.releases import Release, ReleaseOptions
 
     gpu = int(order["gpu"])
     limits = {"memory_max": 4 << 30, "cpu_weight": 100, "tasks_max": 1024} | order.get("limits", {})
     plan = ScopePlan(gpu, "probe", devices=tuple(order["devices"]), stop_seconds=5.0, **limits)
     argv = [sys.executable, "-P", __file__, "inside", json.dumps(order["inside"])]
-    release = Release("probe", "probe", "0", "", 0)
+    release = Release(
+        name="probe", created="", model_name="probe", engine_version="0", python="", options=ReleaseOptions(),
+        model_bytes=0, model="", linked=False, family="", dtype="", parameters=0,
+    )  # fmt: skip
     env = environment(Paths(), order["uuid"], None)
     spec = EngineSpec(release, argv, env, Path("/run/none"), plan, [])
+    os.environ.pop("JOURNAL_STREAM", None)  # else what `inside` prints would go to the journal
     before = oom_kills(gpu)
     pid, channel = spawn_trampoline(spec, order["uid"], order["uid"])
     started = answer({"op": "start", "name": plan.name, "pid": pid, "properties": plan.properties(), "timeout": 20.0})

@@ -32,7 +32,8 @@ def unit_text(shipped: str, gpu: int, looser: list[str]) -> str:
     lines = shipped.replace("%i", str(gpu)).partition("[Install]")[0].splitlines()
     kept = [line for line in lines if line and not line.startswith("#") and not _NOT_OURS.match(line)]
     command = f'ExecStart={PYTHON} -P /opt/tests/tests/host/gpu_probe.py outside \'{{"file": "{ORDER}"}}\''
-    own = ["Type=oneshot", command, f"StandardOutput=truncate:{OUTPUT}", "TimeoutStartSec=60", *looser]
+    own = ["Type=oneshot", command, f"StandardOutput=truncate:{OUTPUT}", "StandardError=journal"]
+    own += ["TimeoutStartSec=60", *looser]
     return "\n".join([*kept, *own]) + "\n"
 
 
@@ -54,6 +55,7 @@ def probe(
     for line in box.run(["cat", OUTPUT], check=False).stdout.splitlines():
         if line.startswith("{"):
             found |= json.loads(line)
+    box.run(["systemctl", "reset-failed", UNIT], check=False)  # it is no unit of the appliance
     if "outside" not in found:
         raise HostError(f"the probe did not report (status {done.returncode}):\n{box.journal(UNIT, 20)}")
     return found

@@ -103,10 +103,12 @@ async def test_before_the_first_byte_another_engine_answers(host, front, name):
     bad = await host.engine(0, script=BROKEN[name])
     good = await host.engine(1)
     gateway = await front(head_timeout=0.5)
-    for _ in range(6):
+    asked = 0
+    while not bad.requests and asked < 60:  # ties are broken at random
         assert await gateway.post() == (200, {"ok": True})
+        asked += 1
     assert bad.requests, "the bad engine was never tried: the test shows nothing"
-    assert len(good.requests) == 6
+    assert len(good.requests) == asked
     assert await gateway.metric("appliance_gateway_retries_total") == len(bad.requests)
 
 

@@ -279,6 +279,19 @@ async def test_a_client_that_leaves_frees_its_pages(machine: Machine) -> None:
                 await asyncio.sleep(0.05)
 
 
+async def test_the_engines_own_metrics_are_handed_on(machine: Machine) -> None:
+    """Those that alert rules read, of each engine, as it says them itself."""
+    await machine.revive()
+    text = (await machine.gateway.get("/metrics"))[1]
+    assert metric_value(text, "appliance_gateway_engine_scrape_errors_total") == 0
+    for gpu in (0, 1):
+        async with session(machine.path(gpu)) as http, http.get("http://engine/metrics") as response:
+            own = await response.text()
+        for name in ("appliance_kv_pages_total", "appliance_preemptions_total", "appliance_requests_waiting"):
+            assert f"\n{name}{{" in text
+            assert metric_value(text, name, gpu=str(gpu), release="r1") == metric_value(own, name)
+
+
 async def test_admin_is_not_there_and_errors_are_the_engines(machine: Machine) -> None:
     await machine.revive()
     gateway = machine.gateway

@@ -105,11 +105,16 @@ async def ok(request: Received, writer: asyncio.StreamWriter) -> None:
     writer.write(answer())
 
 
+async def no_metrics(request: Received, writer: asyncio.StreamWriter) -> None:
+    writer.write(answer(body=b"", kind="text/plain"))
+
+
 class FakeEngine:
-    """Answers /livez by itself and everything else by `script`."""
+    """Answers /livez by itself, /metrics by `metrics` and everything else by `script`."""
 
     def __init__(self, path: Path, script: Script = ok) -> None:
         self.path, self.script = path, script
+        self.metrics: Script = no_metrics
         self.requests: list[Received] = []
         self.connections = 0
         self._server: asyncio.Server | None = None
@@ -136,6 +141,9 @@ class FakeEngine:
             while (request := await self._read(reader)) is not None:
                 if request.target == "/livez":
                     writer.write(answer())
+                    continue
+                if request.target == "/metrics":
+                    await self.metrics(request, writer)
                     continue
                 self.requests.append(request)
                 work = asyncio.ensure_future(self.script(request, writer))

@@ -72,6 +72,36 @@ def test_engine_and_launcher_die_and_come_back(world: World) -> None:
     assert world.box.show(UNIT, "Result", "ActiveState") == {"Result": "success", "ActiveState": "inactive"}
 
 
+EVIL = """#!/usr/bin/python3 -I
+import json, os, socket, sys
+print("first words", file=sys.stderr, flush=True)
+socket.socket(fileno=os.dup(2)).shutdown(socket.SHUT_RDWR)
+body = json.dumps({"status": "ready", "engine": {"backend": "cpu", "steps": 1}}).encode()
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[sys.argv.index("--uds") + 1])
+listener.listen()
+while True:
+    sock, _ = listener.accept()
+    sock.recv(4096)
+    sock.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+    sock.close()
+"""
+
+
+def test_an_engine_cannot_end_the_logging_of_its_launcher(world: World) -> None:
+    """shutdown(2) of standard error would reach everybody who shares that socket."""
+    world.box.write("/opt/evil", EVIL, mode=0o755)
+    world.add_release("r1", python="/opt/evil")
+    world.use("r1")
+    world.systemctl("start")
+    assert world.engine("r1")["admitted"]
+    assert world.ask("hold", owner="operator", reason="heard", level="stop", wait=True)["ok"]
+    world.wait(lambda: "reason=heard" in world.box.journal(UNIT))
+    assert "first words" in world.box.journal("appliance-gpu0-r1.scope")
+    world.systemctl("stop")
+    assert world.box.show(UNIT, "Result") == {"Result": "success"}
+
+
 def test_a_hold_survives_every_restart(world: World) -> None:
     world.add_release("r1")
     world.use("r1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -28,6 +29,18 @@ def test_timers_in_their_order_and_cancelled_ones_not(loop: Loop) -> None:
     cancelled.cancel()
     assert loop.run(until=lambda: "late" in seen, timeout=5)
     assert seen == ["early", "late"]
+
+
+def test_cancelled_timers_are_not_kept_until_their_time(loop: Loop) -> None:
+    kept = [loop.later(0.01 * (n % 3), lambda: None) for n in range(100)]
+    for _ in range(5000):
+        loop.later(86_400, lambda: None).cancel()
+    assert len(loop._timers) <= 2 * len(kept) + 1
+    ran: list[int] = []
+    for number in (2, 0, 1):
+        loop.later(0.03 + number / 1000, functools.partial(ran.append, number))
+    loop.run(until=lambda: len(ran) == 3, timeout=5)
+    assert ran == [0, 1, 2]
 
 
 def test_a_child_is_reaped_once_with_its_status(loop: Loop) -> None:
