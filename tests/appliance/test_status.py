@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from host_trees import UUIDS, add_launcher, add_release, gateway, make_dirs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from appliance import status_cli
@@ -173,6 +173,7 @@ ENGINE_KEYS = ["release", "state", "admitted", "restarts", "last_exit", "progres
     st.dictionaries(st.sampled_from(ENGINE_KEYS), json_values),
     st.dictionaries(st.sampled_from(["status", "in_flight", "waiting", "gpus", "reason"]), json_values),
 )
+@example({}, {"release": [], "state": None, "admitted": True}, {})
 def test_any_state_of_others_is_shown(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], engine: dict[str, Any], answer: dict[str, Any]
 ) -> None:
