@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 
-from appliance.arguments import add_common, gpu_number, set_epilog
+from appliance.arguments import add_common, bound_gpus, gpu_number, set_epilog
 from appliance.command import become
-from appliance.log import UsageError
-from appliance.paths import SLOT_NAMES
+from appliance.log import ApplianceError, UsageError
+from appliance.paths import SLOT_NAMES, Paths
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 EPILOG = """\
@@ -33,7 +34,17 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.gpu is not None and (note := _not_bound(args.gpu)):
+        print(f"note: {note}", file=sys.stderr)  # its journal may still be there
     become(journalctl(args))
+
+
+def _not_bound(gpu: int) -> str | None:
+    try:
+        bound_gpus([gpu], Paths.default().gpus)
+    except ApplianceError as error:
+        return error.message
+    return None
 
 
 def journalctl(args: argparse.Namespace) -> list[str]:

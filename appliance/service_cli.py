@@ -34,15 +34,19 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
     units = [f"appliance-gpu@{number}.service" for number in gpus] or ["appliance.target"]
     progress = Progress(quiet=args.json)
     progress.stage(f"{verb} {' '.join(units)}")
+    if verb != "stop":
+        _forget_starts(units if gpus else ["appliance-gpu@*.service", "appliance-gateway@*.service"], run_command)
     argv = ["systemctl", verb, *(["--no-block"] if args.no_block else []), "--", *units]
     try:
         if verb == "stop" and not gpus and not args.no_block:
-            argv += _parts(units[0], run_command)
+            argv += _related(units[0], "ConsistsOf", run_command)
         result = run_command(argv, timeout=args.timeout)
     finally:
         progress.finish()
     if not result.ok:
         raise _failure(verb, units, result, args.timeout)
+    if verb != "stop" and not gpus and not args.no_block:
+        _check_parts(verb, units[0], run_command)
     if args.json:
         emit_json({"schema": 1, "verb": verb, "units": units, "waited": not args.no_block})
     else:
@@ -51,11 +55,32 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
     return ExitCode.DONE
 
 
-def _parts(target: str, run_command: command.Runner) -> list[str]:
-    """What is PartOf= the target. `systemctl stop TARGET` stops them as well, but returns when the target has stopped,
-    which is before them; it waits for units that are named."""
-    result = run_command(["systemctl", "show", "--property=ConsistsOf", "--value", "--", target], timeout=30.0)
+def _forget_starts(units: list[str], run_command: command.Runner) -> None:
+    """systemd counts starts by hand like those after a crash: five within 300 s, and it refuses the next one. Who types
+    the command wants it started. A unit that is not loaded has no count, and systemctl says so with a failure."""
+    run_command(["systemctl", "reset-failed", "--", *units], timeout=30.0)
+
+
+def _related(target: str, relation: str, run_command: command.Runner) -> list[str]:
+    """Units of the target. ConsistsOf: what is PartOf= it. `systemctl stop TARGET` stops them as well, but returns when
+    the target has stopped, which is before them; it waits for units that are named. Wants: what it starts."""
+    result = run_command(["systemctl", "show", f"--property={relation}", "--value", "--", target], timeout=30.0)
     return sorted(command.check(result, f"asking systemd for the units of {target}").text.split())
+
+
+def _check_parts(verb: str, target: str, run_command: command.Runner) -> None:
+    """A target is reached, and systemctl content, whatever became of the units that it only wants (Wants=)."""
+    parts = _related(target, "Wants", run_command)
+    if not parts:
+        return
+    properties = "--property=Id,ActiveState,SubState,Result"
+    shown = command.check(run_command(["systemctl", "show", properties, "--", *parts], timeout=30.0), "asking systemd")
+    states = [dict(line.partition("=")[::2] for line in block.splitlines()) for block in shown.text.split("\n\n")]
+    down = [state for state in states if state.get("Id") and state.get("ActiveState") != "active"]
+    if down:
+        words = ", ".join(f"{s['Id']} is {s['ActiveState']} ({s.get('Result') or s.get('SubState')})" for s in down)
+        names = " ".join(state["Id"] for state in down)
+        raise ApplianceError(f"{verb} {target}: {words}", hint=f"see `systemctl status {names}` and `appliance doctor`")
 
 
 def _failure(verb: str, units: list[str], result: Result, timeout: float) -> ApplianceError:

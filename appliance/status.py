@@ -235,9 +235,10 @@ def _problems_of(gpu: Document, slots: dict[str, str | None]) -> list[str]:
     if gpu["holds"]:
         return [f"{name} is held by {hold['owner']}: {hold['reason']}" for hold in gpu["holds"]]
     problems = [] if gpu["uuid"] else [f"{name} is in no slot; see `appliance gpus list`"]
-    admitted = {engine["release"] for engine in gpu["engines"] if engine["admitted"] is True}
+    # Compared one by one: in a file that somebody damaged a release may be a list, which no set takes.
+    serving = [engine["release"] for engine in gpu["engines"] if engine["admitted"] is True]
     # With exclusive placement a GPU serves one of the two releases, so either is enough here; a canary that no GPU
     # serves shows as a gateway that is not ready.
-    if slots["stable"] and not admitted & set(slots.values()):
+    if slots["stable"] and not any(name in serving for name in slots.values() if name):
         problems.append(f"{name} does not serve {slots['stable']}: {gpu['launcher']['status'] or gpu['state']}")
     return problems

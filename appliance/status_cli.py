@@ -67,7 +67,7 @@ def screen(document: Document, out: IO[str]) -> Iterator[str]:
     for gateway in document["gateways"]:
         good = gateway["up"] and gateway["ready"]
         idle = gateway["up"] and not document["slots"][gateway["slot"]]
-        yield mark("good" if good else "none" if idle else "bad", out) + cut(_gateway_line(gateway), width - 2)
+        yield mark("good" if good else "none" if idle else "bad", out) + cut(_gateway_line(gateway, idle), width - 2)
     if document["problems"]:
         yield ""
     for problem in document["problems"]:
@@ -121,12 +121,12 @@ def _engine_words(engine: Document, now: float) -> Iterator[str]:
         yield f"memory {binary_bytes(memory['bytes'])}{limit}{killed}"
 
 
-def _gateway_line(gateway: Document) -> str:
+def _gateway_line(gateway: Document, idle: bool) -> str:
     if gateway["error"]:
         return f"gateway {gateway['slot']}  unknown: {gateway['error']}"
     if not gateway["up"]:
         return f"gateway {gateway['slot']}  down"
-    ready = {True: "ready", False: "not ready", None: "ready?"}[gateway["ready"]]
+    ready = {True: "ready", False: "no release" if idle else "not ready", None: "ready?"}[gateway["ready"]]
     counts = f"{_shown(gateway['in_flight'])} in flight  {_shown(gateway['waiting'])} waiting"
     return f"gateway {gateway['slot']}  {ready}  {counts}"
 
@@ -167,5 +167,5 @@ def print_list(document: Document, *, drained: bool) -> None:
         print("no GPU is held" if drained else "no GPU slots; bind them: appliance gpus bind")
     else:
         print("\n".join(printable(line) for line in table(rows, width_of(sys.stdout))))
-    if drained and (drain := document["host"]["drain"]):
+    if drain := document["host"]["drain"]:
         print(printable(f"the host is drained {_since(drain, document['ts'])}: {drain['reason']}"))

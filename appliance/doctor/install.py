@@ -44,9 +44,9 @@ def _unit(name: str, state: dict[str, str]) -> Finding | None:
     if state.get("LoadState") != "loaded":
         return failed(f"{name} is {state.get('LoadState')}", "run the install playbook again")
     if state.get("ActiveState") == "failed":
-        return failed(
-            f"{name} has failed ({state.get('Result')})", f"`systemctl status {name}`, then `systemctl restart {name}`"
-        )
+        # Without reset-failed a start is refused where the limit of starts was hit.
+        again = f"systemctl reset-failed {name}; systemctl restart {name}"
+        return failed(f"{name} has failed ({state.get('Result')})", f"`systemctl status {name}`, then `{again}`")
     if state.get("UnitFileState") not in ("enabled", "enabled-runtime", "static", "generated", "alias", "indirect"):
         return degraded(f"{name} is not enabled: gone after a reboot", f"systemctl enable {name}")
     if state.get("NeedDaemonReload") == "yes":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvloop
 
-from appliance.gateway.server import Worker, admin_listeners, public_socket, report
+from appliance.gateway.server import Worker, admin_listeners, public_socket, report, shown
 from appliance.gateway.settings import Settings, make_settings
 from appliance.gateway.workers import run_supervisor, run_worker, watch
 from appliance.hostconfig import load_config
@@ -80,9 +80,7 @@ async def serve(settings: Settings) -> int:
             watching: list[asyncio.Task[None]] = []
 
             def ready() -> None:
-                log_event(
-                    logger, logging.INFO, "listening", f"listening on {listener.getsockname()}", slot=settings.slot
-                )
+                log_event(logger, logging.INFO, "listening", f"listening on {shown(listener)}", slot=settings.slot)
                 notifier.send(READY=1, STATUS=f"serving {settings.host}:{settings.port}")
                 watching.append(asyncio.create_task(watch(notifier)))
 

@@ -235,7 +235,8 @@ class Engines:
             return False
         if self.release is not None:
             self._before = [self.release, *(old for old in self._before if old != self.release)][:_REMEMBERED]
-        log_event(logger, logging.INFO, "slot_pointer", slot=self.slot, release=name, before=self.release)
+        words = f"the slot's release is {name or 'none'}, was {self.release or 'none'}"
+        log_event(logger, logging.INFO, "slot_pointer", words, slot=self.slot, release=name, before=self.release)
         self.release = name
         return True
 

@@ -50,6 +50,12 @@ def public_socket(settings: Settings) -> socket.socket:
     return _tcp_socket(settings.host, settings.port)
 
 
+def shown(listener: socket.socket) -> str:
+    """Where it listens, for people: 0.0.0.0:8000, [::]:8000."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _tcp_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -23,7 +23,7 @@ import msgspec
 
 from appliance.gateway import probes
 from appliance.gateway.metrics import GatewayMetrics, Metric, Snapshot, merge, snapshot
-from appliance.gateway.server import Worker, admin_listeners, public_socket
+from appliance.gateway.server import Worker, admin_listeners, public_socket, shown
 from appliance.gateway.settings import Settings
 from appliance.gateway.sharing import Load
 from appliance.gateway.upstream import Pool, UpstreamError
@@ -235,7 +235,7 @@ class Supervisor:
         wanted = self.settings.gateway.workers
         while sum(child.ready.is_set() for child in self._children) < wanted:  # one may die and be replaced meanwhile
             await asyncio.sleep(0.02)
-        log_event(logger, logging.INFO, "listening", f"listening on {self._listener.getsockname()}")
+        log_event(logger, logging.INFO, "listening", f"listening on {shown(self._listener)}")
         self._notifier.send(READY=1, STATUS=f"serving {self.settings.host}:{self.settings.port}")
         await watch(self._notifier)
         await self._worker.stop.wait()  # nobody wants a watchdog

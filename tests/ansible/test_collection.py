@@ -144,3 +144,19 @@ def test_the_built_collection_is_complete_and_holds_nothing_else(ansible_bin: Pa
         "plugins/module_utils/installation.py",
     } <= names
     assert not [name for name in names if name.startswith("bundle") or "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_switches_given_on_the_command_line_work() -> None:
+    """`-e appliance_purge=true` gives text, which is no condition for ansible-core 2.19: conditions convert it."""
+    switches = set()
+    for defaults in COLLECTION.glob("roles/*/defaults/main.yml"):
+        switches |= set(re.findall(r"^(\w+): (?:true|false)$", defaults.read_text(), re.MULTILINE))
+    assert {"appliance_purge", "gpu_host_reboot"} <= switches
+    bare = re.compile(rf"(?:when:|^ +- |\b(?:and|or|not)) \(?(?:{'|'.join(sorted(switches))})\b(?! \| bool)")
+    wrong = [
+        f"{path.relative_to(COLLECTION)}: {line.strip()}"
+        for path in sorted(COLLECTION.glob("roles/*/tasks/*.yml"))
+        for line in path.read_text().splitlines()
+        if bare.search(line)
+    ]
+    assert not wrong

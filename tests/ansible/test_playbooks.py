@@ -192,6 +192,9 @@ def test_a_setting_of_the_gateway_restarts_gateways_and_no_engine(server: Server
 
 def test_a_setting_of_the_engine_restarts_the_launchers(server: Server) -> None:
     config = server.controller.variables["appliance_config"] | {"engine": {"drain_timeout": 4}}
+    for _ in range(6):  # systemd refuses the sixth; the playbook must not be refused as well
+        done = server.box.run(["systemctl", "restart", "appliance-gpu@0"], check=False)
+    assert done.returncode != 0
     gateway = server.pid("appliance-gateway@stable")
     play = good(server.controller.play("install", appliance_config=config))
     assert play.tasks() == ["Write appliance.toml", "Restart the launchers"]
@@ -231,6 +234,9 @@ def test_drain_and_undrain(server: Server) -> None:
     assert server.ask("/readyz")[0] == 503 and server.status()["host"]["drain"]["reason"] == "fan"
     assert server.ask("/v1/completions", KEY, "tiny")[0] == 200, "what still comes is served"
     assert good(server.controller.play("drain")).changed == 0
+    refused(server.controller.play("verify"), "Not everything serves: the host is drained: maintenance")  # at once
+    play = good(server.controller.play("install"))
+    assert play.changed == 0 and "Left as it is: the host is drained: maintenance" in play.output
     assert good(server.controller.play("drain", undrain=True)).changed == 1
     assert server.ask("/readyz")[0] == 200
     assert good(server.controller.play("verify")).changed == 0
@@ -289,9 +295,15 @@ def test_a_rollout_stops_at_the_first_host_that_fails_and_leads_it_back(server: 
 def test_upgrade(server: Server) -> None:
     server.controller.variables["appliance_bundle"] = str(server.bundles["new"])
     server.controller.variables["appliance_release"] = {"name": "v2"}
+    server.box.run(["appliance", "drain", "0", "1", "--reason", "fan"])
+    refused(server.controller.play("upgrade"), "Every GPU of this host is held (fan)", "appliance undrain GPU")
+    server.box.run(["appliance", "undrain", "1"])
     before = server.listing()
     assert good(server.controller.play("upgrade", "--check")).changed > 0
     assert not hosts.boiled_down(before, server.listing())
+    shown = " ".join(good(server.controller.play("upgrade", appliance_release={"name": "v1"})).output.split())
+    assert "v1 was made with engine" in shown and "Left as it is: gpu 0 is held by operator: fan" in shown
+    server.box.run(["appliance", "undrain", "0"])
     good(server.controller.play("upgrade"))
     state = server.status()
     assert state["ok"] and state["slots"]["stable"] == "v2" and state["version"] == "9.0.0+test"
@@ -334,7 +346,7 @@ def test_install_again_finds_models_and_configuration(server: Server) -> None:
 
 
 def test_purge_leaves_nothing(server: Server) -> None:
-    good(server.controller.play("uninstall", appliance_purge=True))
+    good(server.controller.play("uninstall", "-e", "appliance_purge=true"))  # as documented: -e gives text
     server.box.run(["rm", "-r", DROP_IN.rpartition("/")[0]])
     assert not hosts.boiled_down(server.before, server.listing())
     assert server.packages() == server.packages_before

@@ -269,3 +269,14 @@ def test_json_is_json_in_every_locale(encoding: str) -> None:
     environ = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPO, env=environ, timeout=60)
     assert json.loads(done.stdout.decode(encoding)) == {"é扇": "\udcff"}, done.stderr
+
+
+def test_logs_of_a_slot_that_is_not_bound_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """journalctl alone says "-- No entries --" and 0, as for a GPU that is silent."""
+    monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
+    ran: list[list[str]] = []
+    monkeypatch.setattr(logs_cli, "become", ran.append)
+    main(["logs", "--gpu", "7"])
+    assert "no GPU slot 7" in capsys.readouterr().err and ran[0][0] == "journalctl"

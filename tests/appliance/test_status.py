@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from host_trees import UUIDS, add_launcher, add_release, gateway, make_dirs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from appliance import status_cli
@@ -132,11 +132,20 @@ def test_gateways_that_are_down_confused_or_not_ready(paths: Paths) -> None:
     assert document["problems"] == ["gateway stable is not ready: no engine yet"]
 
 
-def test_a_drained_host(paths: Paths) -> None:
+def test_a_gateway_without_a_release_is_idle_and_not_broken(paths: Paths) -> None:
+    document = status(paths, stable=READY, canary=READY | {"status": "no_release", "reason": "no release is set"})
+    lines = "\n".join(status_cli.screen(document, io.StringIO())).splitlines()
+    assert "gateway canary  no release" in "\n".join(lines) and "canary" not in " ".join(document["problems"])
+
+
+def test_a_drained_host(paths: Paths, capsys: pytest.CaptureFixture[str]) -> None:
     write_state(paths.host_drain, {"reason": "kernel", "since": time.time() - 61}, schema=1)
     document = status(paths, stable=READY | {"status": "drained"})
     assert document["problems"] == ["the host is drained: kernel"]
     assert "drained for 1m01s: kernel" in "\n".join(status_cli.screen(document, io.StringIO()))
+    for drained in (False, True):  # "serving" alone would mislead
+        status_cli.print_list(document, drained=drained)
+        assert capsys.readouterr().out.endswith("the host is drained for 1m01s: kernel\n")
 
 
 def test_damaged_files_are_problems_not_crashes(paths: Paths) -> None:
@@ -164,6 +173,7 @@ ENGINE_KEYS = ["release", "state", "admitted", "restarts", "last_exit", "progres
     st.dictionaries(st.sampled_from(ENGINE_KEYS), json_values),
     st.dictionaries(st.sampled_from(["status", "in_flight", "waiting", "gpus", "reason"]), json_values),
 )
+@example({}, {"release": [], "state": None, "admitted": True}, {})
 def test_any_state_of_others_is_shown(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], engine: dict[str, Any], answer: dict[str, Any]
 ) -> None:
