@@ -154,14 +154,17 @@ def test_an_engine_killed_in_mid_stream_costs_no_answer(host: Host) -> None:
 def test_a_memory_hog_in_a_scope_dies_alone(host: Host) -> None:
     others = host.engine(1)["pid"], host.vm.run("systemctl show -P MainPID appliance-gateway@stable").stdout
     scope = SCOPE.format(0, "v1")
+    slice_events = f"grep -w oom_kill {scope.rpartition('/')[0]}/memory.events"  # the scope ends, and its count with it
+    before = int(host.vm.run(slice_events).stdout.split()[1])
     hog = f"sh -c 'echo $$ > {scope}/cgroup.procs; exec python3 -c \"x = bytearray(2 << 30)\"'"
     with host.traffic() as traffic:
         traffic.wait(2)
         done = host.vm.run(hog, check=False, timeout=300)
         assert done.returncode == 137, done
         traffic.wait(4)
-    assert int(host.vm.run(f"grep -w oom_kill {scope}/memory.events").stdout.split()[1]) >= 1
+    assert int(host.vm.run(slice_events).stdout.split()[1]) > before
     host.wait_ok()
+    assert "MemoryMax" in host.engine(0)["last_exit"]
     assert (host.engine(1)["pid"], host.vm.run("systemctl show -P MainPID appliance-gateway@stable").stdout) == others
 
 
