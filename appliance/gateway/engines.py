@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -69,6 +70,7 @@ class LauncherState(msgspec.Struct, kw_only=True, frozen=True):
     uuid: str = ""
     status: str = ""
     admitted: bool = False
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of its usual load; less on probation
     holds: dict[str, dict[str, Scalar]] = {}  # flat: what is shown must not be able to nest without end
     engines: list[EngineEntry] = []
 
@@ -82,6 +84,7 @@ class Engine:
         assert entry.socket is not None
         self.pool = Pool(entry.socket)
         self.in_flight = 0
+        self.share = 1.0  # what its launcher allows
         self.reachable: bool | None = None  # None: not known yet
         self.rests_until = 0.0  # loop time
         self.gone = False  # its launcher admits it no more (or runs another process in its place)
@@ -103,6 +106,11 @@ class Engine:
     def pressure(self) -> int:
         """Requests in flight there, from all workers of this gateway."""
         return self.in_flight if self.load is None else self.load.of(self.gpu)
+
+    @property
+    def fullness(self) -> float:
+        """`pressure` for its share: at a quarter of the share one request weighs as much as four elsewhere."""
+        return self.pressure / self.share if self.share > 0 else math.inf
 
     def usable(self, now: float) -> bool:
         return not self.gone and self.reachable is not False and self.rests_until <= now
@@ -165,15 +173,18 @@ class Engines:
     # ---- choosing --------------------------------------------------------------------------------------------------
 
     def pick(self, release: str | None = None, avoid: Iterable[Engine] = ()) -> Engine | None:
-        """The usable engine with the fewest requests of ours, ties at random; of `release`, else of the one served."""
+        """The usable engine with the fewest requests of ours for its share, ties at random, as likely as their shares;
+        of `release`, else of the one served."""
         name = self.serving() if release is None else release
         now = asyncio.get_running_loop().time()
         usable = [e for e in self._engines.values() if e.release == name and e.usable(now) and e not in avoid]
         if len(usable) < 2:
             return usable[0] if usable else None
-        pressure = [engine.pressure for engine in usable]
-        fewest = min(pressure)
-        return random.choice([engine for engine, number in zip(usable, pressure, strict=True) if number == fewest])
+        fullness = [engine.fullness for engine in usable]
+        least = min(fullness)
+        tied = [engine for engine, number in zip(usable, fullness, strict=True) if number == least]
+        weights = [engine.share for engine in tied]
+        return random.choices(tied, weights)[0] if any(weights) else random.choice(tied)
 
     def suspect(self, engine: Engine) -> None:
         """It refused a connection or broke one: it gets nothing until its socket answers again."""
@@ -298,6 +309,8 @@ class Engines:
             engine = self._engines[key] = Engine(key[0], found[key], self.load)
             engine.pool.on_idle_lost = lambda engine=engine: self._begin_probe(engine)
             self._begin_probe(engine)
+        for engine in self._engines.values():
+            engine.share = self.launchers[engine.gpu].share
 
     def _read_drain(self, stamp: Stamp | None) -> Stamp | None:
         """Take over what the file says; what has been read now: `stamp`, or nothing."""

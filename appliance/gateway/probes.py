@@ -76,7 +76,7 @@ def state(gateway: Gateway) -> dict[str, Any]:
             })  # fmt: skip
         gpus.append({
             "gpu": gpu, "uuid": launcher.uuid, "status": launcher.status, "admitted": launcher.admitted,
-            "holds": launcher.holds, "engines": rows,
+            "share": launcher.share, "holds": launcher.holds, "engines": rows,
         })  # fmt: skip
     return {
         "slot": gateway.settings.slot,
@@ -124,18 +124,20 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
     drained = Gauge("appliance_host_drained", "1 while the host is drained for its load balancers")
     drained.set(engines.draining is not None)
     admitted = Gauge("appliance_gpu_admitted", "1 while nothing holds this GPU", ("gpu", "uuid"))
+    share = Gauge("appliance_gpu_share", "Of its usual load, 0 to 1; less than 1 on probation", ("gpu", "uuid"))
     holds = Gauge("appliance_gpu_hold", "1 for each owner that holds this GPU", ("gpu", "owner"))
     states = Gauge("appliance_engine_state", "1 for the state an engine is in", ("gpu", "release", "state"))
     restarts = Gauge("appliance_engine_restarts_total", "Restarts of an engine", ("gpu", "release"))
     restarts.kind = "counter"
     for gpu, launcher in engines.launchers.items():
         admitted.set(launcher.admitted, str(gpu), launcher.uuid)
+        share.set(launcher.share, str(gpu), launcher.uuid)
         for owner in launcher.holds:
             holds.set(1, str(gpu), owner)
         for entry in launcher.engines:
             states.set(1, str(gpu), entry.release, entry.state)
             restarts.set(entry.restarts, str(gpu), entry.release)
-    return [ready, release, drained, admitted, holds, states, restarts]
+    return [ready, release, drained, admitted, share, holds, states, restarts]
 
 
 def render_all(counted: list[Metric], gateway: Gateway, engines: list[Part]) -> bytes:

@@ -1,4 +1,5 @@
-"""Who wants this GPU out of service, and how far: one entry an owner, kept over restarts and reboots."""
+"""Who wants this GPU out of service, and how far: one entry an owner, kept over restarts and reboots. Beside the holds,
+in the same file: the share of its usual load that somebody lets it have (probation)."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ class Hold:
 
 
 class Holds:
-    """All holds of one slot. What is in force is in memory; `saved` says whether the file says the same."""
+    """All holds and shares of one slot. What is in force is in memory; `saved` says whether the file says the same."""
 
     def __init__(self, path: Path) -> None:
         """StateError if the file cannot be understood: whoever held this GPU had a reason."""
         self._path = path
-        self._holds = _read(path)
+        self._holds, self._shares = _read(path)
         self.saved = True
 
     def __len__(self) -> int:
@@ -40,6 +41,11 @@ class Holds:
     @property
     def stopped(self) -> bool:
         return any(hold.level == "stop" for hold in self._holds.values())
+
+    @property
+    def share(self) -> float:
+        """Of the load that this GPU would have, 0 to 1: the smallest that an owner allows."""
+        return min(self._shares.values(), default=1.0)
 
     def text(self) -> str:
         """ "watchdog: XID 79; operator: fan noise"."""
@@ -61,6 +67,17 @@ class Holds:
         self._write(rest)
         self._holds = rest
 
+    def set_share(self, owner: str, share: float) -> bool:
+        """1 takes the owner's word back. In force at once, even if it cannot be written (OSError), as a hold is. False:
+        it is so already."""
+        if self._shares.get(owner, 1.0) == share:
+            return False
+        self._shares = {name: other for name, other in self._shares.items() if name != owner}
+        if share < 1:
+            self._shares[owner] = share
+        self.save()
+        return True
+
     def save(self) -> None:
         self.saved = False
         self._write(self._holds)
@@ -68,11 +85,27 @@ class Holds:
 
     def _write(self, holds: Mapping[str, Hold]) -> None:
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_state(self._path, {"holds": {owner: asdict(hold) for owner, hold in holds.items()}}, schema=SCHEMA)
+        table: dict[str, object] = {"holds": {owner: asdict(hold) for owner, hold in holds.items()}}
+        if self._shares:
+            table["shares"] = dict(sorted(self._shares.items()))
+        write_state(self._path, table, schema=SCHEMA)
 
 
-def _read(path: Path) -> dict[str, Hold]:
-    table = (read_state(path, schema=SCHEMA) or {"holds": {}}).get("holds")
+def _read(path: Path) -> tuple[dict[str, Hold], dict[str, float]]:
+    state = read_state(path, schema=SCHEMA) or {"holds": {}}
+    return _read_holds(path, state.get("holds")), _read_shares(path, state.get("shares", {}))
+
+
+def _read_shares(path: Path, table: object) -> dict[str, float]:
+    shares = {}
+    for owner, share in table.items() if isinstance(table, dict) else [("?", None)]:
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise StateError(f"{path}: the share of {owner} is not understood", hint="move the file away or repair it")
+        shares[owner] = float(share)
+    return shares
+
+
+def _read_holds(path: Path, table: object) -> dict[str, Hold]:
     if not isinstance(table, dict):
         raise StateError(f"{path}: holds is no object", hint="a human has to look why this GPU was held")
     found = {}

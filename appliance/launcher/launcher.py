@@ -290,6 +290,7 @@ class Launcher:
             "status": self._status,
             "holds": self.holds.as_dict(),
             "admitted": admitted,
+            "share": self.holds.share,
             "slots": self.pointers,
             "engines": [engine.as_dict(gpu_admitted=admitted) for engine in self.engines.values()],
         }

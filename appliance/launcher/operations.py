@@ -1,6 +1,6 @@
 """What may be asked of a launcher over its control socket: each op checks its arguments, acts, says when it is done.
 
-run stop replace sync restart hold unhold status; errors carry a hint and the exit code the asking command should end
+run stop replace sync restart hold unhold share status; errors carry a hint and the exit code the asking command should end
 with.
 """
 
@@ -73,6 +73,12 @@ class Arguments:
         value = self.request.pop(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_TIMEOUT:
             raise RequestError(f"{key}: {_shown(value)} is no number of seconds up to {_MAX_TIMEOUT:g}")
+        return float(value)
+
+    def fraction(self, key: str) -> float:
+        value = self.request.pop(key, None)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise RequestError(f"{key}: {_shown(value)} is no number from 0 to 1")
         return float(value)
 
     def finish(self) -> None:
@@ -187,6 +193,7 @@ def _hold(launcher: Launcher, arguments: Arguments) -> Outcome:
     arguments.finish()
     if abort and level != "stop":
         raise RequestError("mode abort goes with level stop", hint="drain waits; stop with abort kills at once")
+    was_stopped = launcher.holds.stopped
     try:
         launcher.holds.add(owner, level, reason)
     except OSError as error:
@@ -196,7 +203,7 @@ def _hold(launcher: Launcher, arguments: Arguments) -> Outcome:
         ) from None
     finally:
         launcher.event("hold", owner=owner, level=level, reason=reason, saved=launcher.holds.saved)
-        launcher.apply_holds(abort=abort)
+        launcher.apply_holds(abort=abort, back=was_stopped and not launcher.holds.stopped)
     since = launcher.loop.time()
 
     def drained() -> dict[str, Any] | None:
@@ -227,6 +234,23 @@ def _unhold(launcher: Launcher, arguments: Arguments) -> Outcome:
         text = launcher.holds.text()
         return lambda: {"ok": True, "note": f"still held by {text}"}
     return _when_ready(launcher, launcher.desired())
+
+
+def _share(launcher: Launcher, arguments: Arguments) -> Outcome:
+    """How much of its usual load this GPU gets (the gateways divide by it); 1: all of it."""
+    owner, share = arguments.text("owner", _OWNER, limit=32), arguments.fraction("share")
+    arguments.finish()
+    try:
+        changed = launcher.holds.set_share(owner, share)
+    except OSError as error:
+        launcher.event("share", owner=owner, share=share, saved=False)
+        raise ApplianceError(
+            f"in force, but only until the launcher ends: {launcher.paths.holds(launcher.gpu)}: {error.strerror}",
+            hint="free some space; the launcher tries again every few seconds",
+        ) from None
+    if changed:
+        launcher.event("share", owner=owner, share=share)
+    return lambda: {"ok": True, "share": launcher.holds.share}
 
 
 def _release(launcher: Launcher, arguments: Arguments) -> str:
@@ -283,4 +307,5 @@ _OPS: dict[str, Callable[[Launcher, Arguments], Outcome]] = {
     "restart": _restart,
     "hold": _hold,
     "unhold": _unhold,
+    "share": _share,
 }

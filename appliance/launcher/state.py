@@ -58,6 +58,8 @@ def status_text(launcher: Launcher) -> str:
         parts.append(f"held by {launcher.holds.text()}")
         if not launcher.holds.saved:
             parts.append("the hold is NOT SAVED (see the journal)")
+    elif launcher.holds.share < 1:
+        parts.append(f"at {launcher.holds.share:.0%} of its share")
     parts += [_engine_text(engine) for engine in launcher.engines.values()]
     if not launcher.holds and not launcher.engines:
         parts.append("no release: see `appliance release use`" if not launcher.desired() else "starting")

@@ -131,6 +131,44 @@ async def test_ties_are_spread(host, front):
     assert min(len(engine.requests) for engine in engines) >= 10
 
 
+async def test_a_gpu_on_probation_gets_its_share(host, front):
+    """A quarter of the share: a quarter of the requests in flight under load, and one of five when nothing is."""
+    gate = asyncio.Event()
+
+    async def wait(request: Received, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(answer())
+
+    engines = [await host.engine(gpu, script=wait) for gpu in range(2)]
+    host.share(1, 0.25)
+    gateway = await front()
+    tasks = [asyncio.create_task(gateway.post()) for _ in range(20)]
+    await gateway.until(lambda: sum(len(engine.requests) for engine in engines) == 20)
+    assert [len(engine.requests) for engine in engines] == [16, 4]
+    assert await gateway.metric("appliance_gpu_share", gpu="1") == 0.25
+    gate.set()
+    await asyncio.gather(*tasks)
+    for engine in engines:
+        engine.requests.clear()
+    for _ in range(100):
+        await gateway.post()
+    # Binomial(100, 0.2): P(outside 6..40) < 1e-4 (scipy.stats.binom)
+    assert 6 <= len(engines[1].requests) <= 40
+
+
+async def test_a_gpu_with_no_share_serves_only_when_it_is_alone(host, front):
+    engines = [await host.engine(gpu) for gpu in range(2)]
+    host.share(1, 0.0)
+    gateway = await front()
+    for _ in range(20):
+        await gateway.post()
+    assert len(engines[1].requests) == 0
+    host.hold(0, operator={"level": "drain", "reason": "fan", "since": 1.0})
+    await gateway.until(lambda: len(gateway.worker.gateway.engines.admitted) == 1)
+    assert (await gateway.post())[0] == 200
+    assert len(engines[1].requests) == 1
+
+
 async def test_a_model_name_with_slashes_and_dots_stays_one_path_segment(host, front):
     engine = await host.engine()
     gateway = await front()

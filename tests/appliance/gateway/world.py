@@ -222,6 +222,10 @@ class Host:
         self._states.setdefault(gpu, {"engines": {}, "holds": {}})["holds"] = holds
         self.write(gpu)
 
+    def share(self, gpu: int, share: float) -> None:
+        self._states[gpu]["share"] = share
+        self.write(gpu)
+
     def write(self, gpu: int) -> None:
         state, path = self._states[gpu], self.paths.launcher_state(gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +235,8 @@ class Host:
         write_state(
             path,
             {"gpu": gpu, "uuid": f"CPU-{gpu}", "backend": "cpu", "pid": os.getpid(), "since": 1.0, "status": "ready",
-             "holds": state["holds"], "admitted": not state["holds"], "engines": engines},
+             "holds": state["holds"], "admitted": not state["holds"], "share": state.get("share", 1.0),
+             "engines": engines},
             schema=1, durable=False,
         )  # fmt: skip
 

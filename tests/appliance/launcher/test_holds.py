@@ -125,7 +125,8 @@ def test_the_file_is_the_contract(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"schema": 2, "holds": {}}', '{"schema": 1, "holds": []}', '{"schema": 1, "holds": {"a": {}}}',
-     '{"schema": 1, "holds": {"a": {"level": "maybe", "reason": "x", "since": 1}}}'],
+     '{"schema": 1, "holds": {"a": {"level": "maybe", "reason": "x", "since": 1}}}',
+     '{"schema": 1, "holds": {}, "shares": {"a": "much"}}', '{"schema": 1, "holds": {}, "shares": []}'],
 )  # fmt: skip
 def test_a_file_that_is_not_understood_is_an_error_and_stays(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gpu0.json"
@@ -194,3 +195,34 @@ def test_unhold_waits_for_the_engine_and_reports_its_failure(world: World) -> No
     (behave / "exit").write_text("4")
     reply = world.answer("unhold", owner="watchdog", wait=True)
     assert not reply["ok"] and "exit status 4" in reply["error"]
+
+
+def test_a_share_is_in_the_state_and_survives_a_restart_beside_the_holds(world: World) -> None:
+    world.add_release("r1")
+    world.use("r1")
+    Holds(world.paths.holds(0)).set_share("watchdog", 0.25)
+    Holds(world.paths.holds(0)).add("operator", "drain", "fan")
+    world.start()
+    world.reach("r1", "ready")
+    assert world.state()["share"] == 0.25
+    assert world.answer("share", owner="canary", share=0.5) == {"ok": True, "share": 0.25}  # the smallest counts
+    assert world.answer("share", owner="watchdog", share=1) == {"ok": True, "share": 0.5}
+    world.until(lambda: world.state()["share"] == 0.5)
+    world.answer("unhold", owner="operator")
+    assert json.loads(world.paths.holds(0).read_text()) == {"schema": 1, "holds": {}, "shares": {"canary": 0.5}}
+    world.answer("share", owner="canary", share=1.0)
+    world.until(lambda: world.state()["share"] == 1.0)
+    assert json.loads(world.paths.holds(0).read_text()) == {"schema": 1, "holds": {}}
+
+
+def test_from_stopped_to_drained_the_engine_that_comes_back_is_the_slots(world: World) -> None:
+    world.add_release("r1")
+    world.add_release("r2")
+    world.use("r1")
+    world.start()
+    world.reach("r1", "ready")
+    assert world.answer("hold", owner="watchdog", reason="XID 48", level="stop", wait=True) == {"ok": True}
+    world.use("r2")  # a change of releases leaves out a GPU that is held
+    world.answer("hold", owner="watchdog", reason="verify", level="drain")
+    assert not world.reach("r2", "ready")["admitted"]
+    assert not world.engine("r1")

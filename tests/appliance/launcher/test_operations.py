@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.appliance.launcher.world import World
 
-OPS = ["status", "run", "stop", "replace", "sync", "restart", "hold", "unhold"]
-KEYS = ["release", "owner", "reason", "level", "mode", "wait", "timeout", "other"]
+OPS = ["status", "run", "stop", "replace", "sync", "restart", "hold", "unhold", "share"]
+KEYS = ["release", "owner", "share", "reason", "level", "mode", "wait", "timeout", "other"]
 VALUES: st.SearchStrategy[Any] = (
     st.none() | st.booleans() | st.integers() | st.floats()
     | st.text(st.characters(exclude_categories=()), max_size=600)
@@ -40,6 +40,11 @@ VALUES: st.SearchStrategy[Any] = (
         ("restart", {"release": ["r1"]}, "release"),
         ("hold", {"owner": "operator", "reason": "two\nlines"}, "reason"),
         ("hold", {"owner": "operator", "reason": "\ud800"}, "reason"),
+        ("share", {"owner": "watchdog"}, "share"),
+        ("share", {"owner": "watchdog", "share": True}, "share"),
+        ("share", {"owner": "watchdog", "share": 1.01}, "share"),
+        ("share", {"owner": "watchdog", "share": float("nan")}, "share"),
+        ("share", {"owner": "Me!", "share": 0.5}, "owner"),
     ],
 )
 def test_wrong_arguments_are_named(world: World, op: str, args: dict[str, Any], words: str) -> None:
