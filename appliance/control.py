@@ -1,10 +1,12 @@
-"""Asking a launcher: one JSON line over its control socket, one JSON line back (launcher/control_server.py)."""
+"""Asking a launcher or the watchdog: one JSON line over its control socket, one JSON line back
+(launcher/control_server.py)."""
 
 from __future__ import annotations
 
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError, ExitCode
@@ -17,44 +19,42 @@ _REPLY_GRACE = 5.0  # beyond `timeout`, for the launcher's own "timed out" to ar
 
 
 class ControlError(ApplianceError):
-    """A launcher that refused, failed or did not answer; `exit_code` says which."""
+    """A launcher, or the watchdog, that refused, failed or did not answer; `exit_code` says which."""
 
     def __init__(self, message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = code
 
 
-class ControlClient:
-    """The launcher of one GPU slot."""
+class SocketClient:
+    """A process of ours that listens on a control socket. `who` and `unit` are for messages; `about` goes before what
+    it says itself."""
 
-    def __init__(self, paths: Paths, gpu: int) -> None:
-        self._path = paths.control_socket(gpu)
-        self._gpu = gpu
+    def __init__(self, path: Path, who: str, unit: str, about: str = "") -> None:
+        self._path, self._who, self._unit, self._about = path, who, unit, about
 
     def call(self, op: str, *, timeout: float = 30.0, **args: Any) -> dict[str, Any]:
-        """The launcher's reply to `op`. `timeout`: seconds until it is reached (with wait=True) or answered.
+        """The reply to `op`. `timeout`: seconds until it is reached (with wait=True) or answered.
 
-        ControlError: not running (1), not permitted (4), timed out (3), or as the launcher says."""
+        ControlError: not running (1), not permitted (4), timed out (3), or as the other side says."""
         request = json.dumps({"op": op, "timeout": timeout} | args).encode() + b"\n"
         try:
             line = self._exchange(request, time.monotonic() + timeout + _REPLY_GRACE)
         except (FileNotFoundError, ConnectionRefusedError):
             raise ControlError(
-                f"the launcher of GPU {self._gpu} is not running",
-                hint=f"systemctl start appliance-gpu@{self._gpu}; `systemctl status` says why it stopped",
+                f"{self._who} is not running",
+                hint=f"systemctl start {self._unit}; `systemctl status` says why it stopped",
             ) from None
         except PermissionError:
-            raise ControlError(
-                f"no permission to ask the launcher of GPU {self._gpu}", hint="run as root", code=ExitCode.REFUSED
-            ) from None
+            raise ControlError(f"no permission to ask {self._who}", hint="run as root", code=ExitCode.REFUSED) from None
         except TimeoutError:
             raise ControlError(
-                f"the launcher of GPU {self._gpu} did not answer {op} within {timeout + _REPLY_GRACE:g} s",
-                hint=f"see `systemctl status appliance-gpu@{self._gpu}`",
+                f"{self._who} did not answer {op} within {timeout + _REPLY_GRACE:g} s",
+                hint=f"see `systemctl status {self._unit}`",
                 code=ExitCode.INCONCLUSIVE,
             ) from None
         except OSError as error:
-            raise ControlError(f"the launcher of GPU {self._gpu} hung up: {error.strerror}") from None
+            raise ControlError(f"{self._who} hung up: {error.strerror}") from None
         return self._check(op, line)
 
     def _exchange(self, request: bytes, deadline: float) -> bytes:
@@ -92,14 +92,30 @@ class ControlClient:
             reply = None
         if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
             raise ControlError(
-                f"the launcher of GPU {self._gpu} ended in the middle of {op}",
-                hint=f"see `journalctl -u appliance-gpu@{self._gpu}`",
+                f"{self._who} ended in the middle of {op}",
+                hint=f"see `journalctl -u {self._unit}`",
             )
         if not reply["ok"]:
             code = reply.get("exit_code")
             raise ControlError(
-                f"GPU {self._gpu}: {reply.get('error')}",
+                f"{self._about}{reply.get('error')}",
                 hint=reply.get("hint"),
                 code=ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED,
             )
         return reply
+
+
+class ControlClient(SocketClient):
+    """The launcher of one GPU slot."""
+
+    def __init__(self, paths: Paths, gpu: int) -> None:
+        super().__init__(
+            paths.control_socket(gpu), f"the launcher of GPU {gpu}", f"appliance-gpu@{gpu}", f"GPU {gpu}: "
+        )
+
+
+class WatchdogClient(SocketClient):
+    """The watchdog of this host (healthcheck/requests.py has its ops)."""
+
+    def __init__(self, paths: Paths) -> None:
+        super().__init__(paths.watchdog_control, "the watchdog", "appliance-watchdog")

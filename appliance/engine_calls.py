@@ -60,6 +60,19 @@ class EngineCalls:
         """{"expected", "actual", "ok"}: the weight arena hashed again, and its hash when it was loaded."""
         return self._control("checksum", {}, {"expected": str, "actual": str, "ok": bool})
 
+    def complete(self, model: str, prompt: str | list[int], tokens: int, seconds: float) -> str:
+        """The text of `tokens` new tokens at temperature 0, as a client would get it."""
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "timeout": seconds}
+        answer = self._ask("POST", "/v1/completions", body, seconds + 10)
+        try:
+            choice = answer["choices"][0]
+            text, finished = choice["text"], choice["finish_reason"]
+        except (KeyError, IndexError, TypeError):
+            text = finished = None
+        if not isinstance(text, str) or finished not in ("stop", "length"):
+            raise EngineUnavailable(f"{self.socket}: no completion in the answer: {str(answer)[:200]}")
+        return text
+
     def forced_logprobs(self, model: str, ids: list[int], last: int) -> list[tuple[float, float]]:
         """For each of the `last` positions of the prompt `ids`: (log probability of that very token, of the best one),
         given all before it."""

@@ -197,6 +197,8 @@ class Comparison:
     prompts: int = 0
     differences: tuple[str, ...] = ()
     reason: str | None = None
+    weights_differ: bool = False  # DIFFERENT at least for the weights: the checksum alone says so
+    logits_differ: bool = False  # DIFFERENT at least for the answers
     recorded: bool = True  # False: INCONCLUSIVE because nothing was recorded for this device
 
 
@@ -224,9 +226,10 @@ def judge(golden: Golden, engine: EngineCalls) -> Comparison:
     differences = []
     weights = engine.checksum()
     if not weights["ok"]:
-        differences.append("the weights in memory are not what was loaded")
+        differences.append(f"the weights in memory are not what was loaded: {weights['actual']}")
     if weights["expected"] != golden.weights_checksum:
         differences.append(f"weights: loaded {weights['expected']}, recorded {golden.weights_checksum}")
+    of_weights = len(differences)
     for answer in golden.prompts:
         found = engine.golden(answer.prompt_ids)
         if not found["finite"]:
@@ -234,7 +237,10 @@ def judge(golden: Golden, engine: EngineCalls) -> Comparison:
         elif found["sha256"] != answer.sha256:
             differences.append(f"prompt {answer.name}: logits have SHA-256 {found['sha256']}, recorded {answer.sha256}")
     verdict = Verdict.DIFFERENT if differences else Verdict.SAME
-    return Comparison(verdict, golden.device, len(golden.prompts), tuple(differences))
+    return Comparison(
+        verdict, golden.device, len(golden.prompts), tuple(differences),
+        weights_differ=of_weights > 0, logits_differ=len(differences) > of_weights,
+    )  # fmt: skip
 
 
 def prompts_of(paths: Paths, release: Release, context: int | None = None) -> list[tuple[str, list[int]]]:

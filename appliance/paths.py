@@ -47,6 +47,10 @@ class Paths:
     def config(self) -> Path:
         return self.etc / "appliance.toml"
 
+    @property
+    def healthcheck_config(self) -> Path:  # what the admin changes of healthcheck/policy.toml
+        return self.etc / "healthcheck.toml"
+
     # -- /var/lib
     @property
     def releases(self) -> Path:  # owner: appliance/releases.py
@@ -61,6 +65,10 @@ class Paths:
     @property
     def gpus(self) -> Path:  # owner: the watchdog; bound at install by appliance/gpus.py
         return self.state / "gpus.json"
+
+    @property
+    def watchdog_memory(self) -> Path:  # owner: the watchdog; counters seen so far, PCI address of each UUID
+        return self.state / "watchdog.json"
 
     def holds(self, gpu: int) -> Path:  # owner: the launcher of that GPU
         return self.state / "holds" / f"gpu{gpu}.json"
@@ -88,3 +96,15 @@ class Paths:
 
     def gateway_socket(self, slot: str) -> Path:  # admin listener of a gateway (state, metrics)
         return self.run / "gateway" / f"{slot}.sock"
+
+    @property
+    def watchdog_state(self) -> Path:  # owner: the watchdog; what everybody may know
+        return self.run / "watchdog.json"
+
+    @property
+    def watchdog_socket(self) -> Path:  # owner: the watchdog; HTTP: /state, /metrics
+        return self.run / "watchdog.sock"
+
+    @property
+    def watchdog_control(self) -> Path:  # owner: the watchdog; for root
+        return self.run / "watchdog.ctl"

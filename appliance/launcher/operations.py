@@ -1,7 +1,7 @@
 """What may be asked of a launcher over its control socket: each op checks its arguments, acts, says when it is done.
 
-run stop replace sync restart hold unhold share status; errors carry a hint and the exit code the asking command should end
-with.
+run stop replace sync restart hold unhold share status; errors carry a hint and the exit code that the asking command
+should end with.
 """
 
 from __future__ import annotations

@@ -74,9 +74,10 @@ class SystemdScopes:
 
 
 class Call:
-    """One run of scope_call."""
+    """One run of a child that does what may block: a JSON object to its stdin, one back from its stdout."""
 
-    argv = (sys.executable, "-P", "-m", "appliance.launcher.scope_call")
+    argv: tuple[str, ...] = (sys.executable, "-P", "-m", "appliance.launcher.scope_call")
+    whom = "systemd"
 
     def __init__(self, loop: Loop, request: dict[str, Any], seconds: float, done: Done) -> None:
         self._loop, self._done, self._seconds = loop, done, seconds
@@ -155,11 +156,11 @@ class Call:
 
     def _answer(self, returncode: int) -> dict[str, Any]:
         if self._late:
-            return {"ok": False, "error": f"systemd did not answer within {self._seconds:g} s"}
+            return {"ok": False, "error": f"{self.whom} did not answer within {self._seconds:g} s"}
         try:
             answer = json.loads(self._in)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            return {"ok": False, "error": f"the call to systemd ended with {returncode}; see the journal"}
+            return {"ok": False, "error": f"the call to {self.whom} ended with {returncode}; see the journal"}
         return answer

@@ -1,0 +1,78 @@
+"""What commands read of the watchdog: its state file, which everybody may read and which a dead watchdog leaves behind.
+
+Schema 1 (keys are only ever added; null is unknown; times are UTC seconds):
+  pid, since, status, backend, nvml ("on", "off", "scripted"), maintenance {reason, since} | null, breaker text | null,
+  checks [...] of the host, alerts [{at, gpu, text}], counters {name: number},
+  gpus [{gpu, uuid, state, reason, since, needs, attempts, share, probed_at, checks [...], incident, phases}]
+  where a check is {name, status: ok|degraded|failed|unknown, reason, value}
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from appliance.gpus import read_slots
+from appliance.log import ApplianceError, UsageError
+from appliance.paths import Paths
+from appliance.statefile import read_state
+from healthcheck.types import Check, Status
+
+SCHEMA = 1
+STALE_SECONDS = 120.0  # a watchdog that runs writes its file at every probe
+
+Document = dict[str, Any]
+
+_ORDER = (Status.OK, Status.UNKNOWN, Status.DEGRADED, Status.FAILED)
+
+
+class NoWatchdog(ApplianceError):
+    """There is nothing to show."""
+
+
+def read_document(paths: Paths) -> Document:
+    """The state file, with "running" (bool) and "age_seconds". NoWatchdog where there is none; StateError."""
+    document = read_state(paths.watchdog_state, schema=SCHEMA)
+    if document is None:
+        raise NoWatchdog(
+            "the watchdog has not run since this host booted",
+            hint="systemctl start appliance-watchdog; `systemctl status appliance-watchdog` says why it stopped",
+        )
+    document["running"] = _runs(document.get("pid"))
+    document["age_seconds"] = round(time.time() - os.stat(paths.watchdog_state).st_mtime, 1)
+    return document
+
+
+def _runs(pid: Any) -> bool:
+    if type(pid) is not int:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def check_row(check: Check) -> Document:
+    return {"name": check.name, "status": str(check.status), "reason": check.reason, "value": check.value}
+
+
+def worst(rows: Iterable[Document]) -> Status:
+    """The status of the worst check. No checks: unknown."""
+    found = [Status(row["status"]) for row in rows]
+    return max(found, key=_ORDER.index) if found else Status.UNKNOWN
+
+
+def chosen(document: Document, gpus: Iterable[int], paths: Paths) -> list[Document]:
+    """The entries of these slots, of all if none is named. UsageError for one that is not there."""
+    rows = {row["gpu"]: row for row in document["gpus"]}
+    wanted = list(dict.fromkeys(gpus)) or list(rows)
+    missing = [number for number in wanted if number not in rows]
+    if missing:
+        bound = ", ".join(map(str, sorted(read_slots(paths.gpus)))) or "none"
+        raise UsageError(f"no GPU slot {', '.join(map(str, missing))}; bound: {bound}", hint="see `healthcheck status`")
+    return [rows[number] for number in wanted]

@@ -1,0 +1,225 @@
+"""Whether the engines of one GPU work: they answer, they step while work is queued, they do not die; and, now and then,
+whether they compute what was recorded (golden answers, checksum of the weights).
+
+Nothing blocks: short questions go over the loop, long ones are errands. Only an answer that differs, an end that the
+launcher saw, or a standstill is a signal; no answer is unknown.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from appliance.launcher.health import Question, Reply, StallWatch, read_health
+from appliance.launcher.loop import Loop
+from healthcheck.engines import EngineView, LauncherView
+from healthcheck.errands import Errands
+from healthcheck.types import Check, Signal, Status
+
+ASK_SECONDS = 5.0
+GOLDEN_SECONDS = 180.0  # over what the engine itself gives /admin/golden and /admin/checksum
+_FIRST_GOLDEN = 20.0  # after an engine is ready
+_UNANSWERED = 3  # questions in a row
+
+
+def cause_of(last_exit: str) -> str | None:
+    """The signal for an engine that ended, from its launcher's words (restart.py:exit_text, health.py:StallWatch).
+    None: not the GPU's doing (the memory limit of its scope, a configuration that is refused)."""
+    if "MemoryMax" in last_exit or last_exit.startswith(("exit status 2", "exit status 4", "cannot start")):
+        return None
+    if last_exit.startswith("no step for"):
+        return "engine:stalled"
+    return "engine:unreachable" if last_exit.startswith("no answer for") else "engine:error"
+
+
+OnSignal = Callable[[Signal], None]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One engine process."""
+
+    view: EngineView
+    stall: StallWatch
+    golden_at: float  # loop time of the next comparison
+    silent: int = 0  # questions without an answer, in a row
+    stalled: str | None = None
+    steps: int | None = None
+    compared_at: float | None = None  # UTC seconds
+    verdict: str = "never"  # same, different, inconclusive
+    details: list[str] = field(default_factory=list)
+    weights_differ: bool = False
+    logits_differ: bool = False
+
+
+class EngineProbe:
+    """The engines of one slot. `look` is called with each new view of its launcher, `beat` every few seconds."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        errands: Errands,
+        root: str,
+        gpu: int,
+        uuid: str,
+        *,
+        stall_timeout: float,
+        golden_interval: float,
+        on_signal: OnSignal,
+        on_compared: Callable[[str], None] = lambda verdict: None,
+    ) -> None:
+        """root: Paths.under(root) has the releases. Seconds: `stall_timeout` without a step while work is queued;
+        `golden_interval` between two comparisons of one engine."""
+        self._loop, self._errands, self._root = loop, errands, root
+        self.gpu, self.uuid = gpu, uuid
+        self._stall_timeout, self._golden_interval = stall_timeout, golden_interval
+        self._on_signal, self._on_compared = on_signal, on_compared
+        self._view: LauncherView | None = None
+        self._restarts: dict[str, int] = {}  # release -> as last seen
+        self._failed: set[str] = set()
+        self._watched: dict[str, _Watched] = {}
+        self._questions: dict[str, Question] = {}
+
+    def look(self, view: LauncherView | None) -> None:
+        """Takes note of engines that came, went or died."""
+        before, self._view = self._view, view
+        if view is before:
+            return
+        there = {engine.release: engine for engine in view.engines} if view is not None else {}
+        for release, engine in there.items():
+            self._died(release, engine)
+        for release, watched in list(self._watched.items()):
+            now = there.get(release)
+            if now is None or not now.ready or now.pid != watched.view.pid:
+                self._forget(release)
+        for release, engine in there.items():
+            if engine.ready and release not in self._watched:
+                first = self._loop.time() + min(_FIRST_GOLDEN, self._golden_interval) * random.uniform(0.5, 1)
+                self._watched[release] = _Watched(engine, StallWatch(self._stall_timeout), first)
+
+    def _died(self, release: str, engine: EngineView) -> None:
+        known = self._restarts.get(release)
+        self._restarts[release] = engine.restarts
+        gave_up = engine.state == "failed" and release not in self._failed
+        (self._failed.add if engine.state == "failed" else self._failed.discard)(release)
+        ended = known is not None and engine.restarts > known
+        if gave_up or ended:
+            why = engine.last_exit or "it ended by itself"
+            if key := cause_of(why):
+                self._signal(key, f"{release}{' gave up' if gave_up else ''}: {why}")
+
+    def _forget(self, release: str) -> None:
+        del self._watched[release]
+        self._errands.forget(self._errand(release))
+        if release in self._questions:
+            self._questions.pop(release).cancel()
+
+    # -- heartbeat
+    def beat(self) -> None:
+        """Asks every ready engine how it is, and compares those whose time has come."""
+        for release, watched in self._watched.items():
+            if release not in self._questions and watched.view.socket is not None:
+                answered = partial(self._answered, release)
+                self._questions[release] = Question(
+                    self._loop, watched.view.socket, "GET /admin/state", ASK_SECONDS, answered
+                )
+            if self._loop.time() >= watched.golden_at:
+                self.compare(release)
+
+    def _answered(self, release: str, reply: Reply | None) -> None:
+        self._questions.pop(release, None)
+        watched = self._watched.get(release)
+        if watched is None:
+            return
+        state = reply.json() if reply is not None and reply.status == 200 else None
+        if state is None:
+            watched.silent += 1
+            if watched.silent == _UNANSWERED:
+                self._signal("engine:unreachable", f"{release}: {watched.silent} questions without an answer")
+            return
+        watched.silent = 0
+        health = read_health(state)
+        watched.steps = health.steps
+        stalled = watched.stall.answered(self._loop.time(), health)
+        if stalled is not None and watched.stalled is None:
+            self._signal("engine:stalled", f"{release}: {stalled}")
+        watched.stalled = stalled
+
+    # -- golden answers
+    def compare(self, release: str) -> bool:
+        """Begins a comparison now; False: there is no such engine, or one is under way."""
+        watched = self._watched.get(release)
+        if watched is None or self._errands.busy(self._errand(release)):
+            return False
+        watched.golden_at = self._loop.time() + self._golden_interval * random.uniform(0.9, 1.1)
+        request = {"op": "verify", "root": self._root, "socket": str(watched.view.socket), "release": release}
+        key = self._errand(release)
+        self._errands.run(key, request, GOLDEN_SECONDS, lambda answer: self._compared(release, answer))
+        return True
+
+    def compare_all(self) -> None:
+        for release in self._watched:
+            self.compare(release)
+
+    def _errand(self, release: str) -> str:
+        return f"golden {self.gpu} {release}"
+
+    def _compared(self, release: str, answer: dict[str, Any]) -> None:
+        watched = self._watched.get(release)
+        if watched is None:
+            return
+        watched.compared_at = time.time()
+        watched.verdict = str(answer.get("verdict", "inconclusive"))
+        watched.weights_differ = bool(answer.get("weights_differ"))
+        watched.logits_differ = bool(answer.get("logits_differ"))
+        reason = answer.get("reason") or answer.get("error")
+        watched.details = [*map(str, answer.get("details", [])), *([str(reason)] if reason else [])]
+        self._on_compared(watched.verdict)
+        text = f"{release}: {'; '.join(watched.details)}"
+        if watched.weights_differ:
+            self._signal("checksum:mismatch", text, "checksum")
+        if watched.logits_differ:
+            self._signal("golden:mismatch", text, "golden")
+
+    def _signal(self, key: str, detail: str, source: str = "engine") -> None:
+        self._on_signal(Signal(key, self.uuid, detail[:1000], time.time(), source))
+
+    # -- what `healthcheck check` shows
+    def checks(self) -> list[Check]:
+        """Lines about this GPU's engines."""
+        if self._view is None:
+            return [Check("engine", Status.UNKNOWN, "its launcher does not run")]
+        found = [self._engine_check(engine) for engine in self._view.engines]
+        for release, watched in self._watched.items():
+            found += _golden_checks(release, watched)
+        return found or [Check("engine", Status.OK, "none, as asked")]
+
+    def _engine_check(self, engine: EngineView) -> Check:
+        name, watched = f"engine {engine.release}", self._watched.get(engine.release)
+        if engine.state == "failed":
+            return Check(name, Status.FAILED, f"gave up: {engine.last_exit}", engine.state)
+        if watched is None:
+            return Check(name, Status.DEGRADED, engine.problem or engine.state, engine.state)
+        if watched.stalled is not None:
+            return Check(name, Status.FAILED, watched.stalled, engine.state)
+        if watched.silent:
+            return Check(name, Status.UNKNOWN, f"{watched.silent} questions without an answer", engine.state)
+        return Check(name, Status.OK, f"ready, {watched.steps or 0} steps", engine.state)
+
+
+def _golden_checks(release: str, watched: _Watched) -> list[Check]:
+    names = f"golden answers {release}", f"weights {release}"
+    if watched.compared_at is None:
+        return [Check(name, Status.UNKNOWN, "not compared yet") for name in names]
+    if watched.verdict == "inconclusive":
+        return [Check(name, Status.UNKNOWN, "; ".join(watched.details) or "no answer") for name in names]
+    when = time.strftime("%H:%M:%SZ", time.gmtime(watched.compared_at))
+    found = []
+    for name, differs in zip(names, (watched.logits_differ, watched.weights_differ)):
+        text = "; ".join(watched.details) if differs else f"as recorded, at {when}"
+        found.append(Check(name, Status.FAILED if differs else Status.OK, text))
+    return found

@@ -1,0 +1,116 @@
+"""What the launchers say of their engines (their state files), read again only when a file has changed. Unknown is not
+"none": a launcher that has no file, or one that cannot be read, says nothing of its engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.log import ApplianceError, printable
+from appliance.paths import Paths
+from appliance.statefile import read_state
+
+_SCHEMA = 1  # of the launchers' state files
+_MAX_TEXT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine as its launcher shows it."""
+
+    release: str
+    model: str | None
+    socket: Path | None
+    state: str  # appliance/launcher/lifecycle.py
+    problem: str | None  # ready, but not on this GPU
+    pid: int | None
+    restarts: int
+    last_exit: str | None
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready" and self.problem is None and self.socket is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherView:
+    """One launcher. `wanted`: releases that should have an engine, as far as slots name them."""
+
+    gpu: int
+    uuid: str
+    engines: tuple[EngineView, ...]
+    wanted: frozenset[str]
+    holds: frozenset[str]
+    share: float
+
+    @property
+    def settled(self) -> bool:
+        """Every engine that a slot names is ready, and no other is on its way."""
+        there = {engine.release for engine in self.engines}
+        return self.wanted <= there and all(engine.ready for engine in self.engines)
+
+    @property
+    def failed(self) -> EngineView | None:
+        """One that its launcher has given up."""
+        return next((engine for engine in self.engines if engine.state == "failed"), None)
+
+
+@dataclass(slots=True)
+class Launchers:
+    """`views`: the launchers that have a readable state file, as of the last `look`."""
+
+    paths: Paths
+    views: dict[int, LauncherView] = field(default_factory=dict)
+    _stamps: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def look(self, gpus: list[int]) -> None:
+        """Brings `views` up to date."""
+        for gpu in gpus:
+            path = self.paths.launcher_state(gpu)
+            try:
+                stat = path.stat()
+                stamp = stat.st_mtime_ns, stat.st_ino
+                if stamp == self._stamps.get(gpu):
+                    continue
+                state = read_state(path, schema=_SCHEMA)
+            except (OSError, ApplianceError):
+                state = None
+            if state is None or state.get("gpu") != gpu:
+                self.views.pop(gpu, None)
+                self._stamps.pop(gpu, None)
+                continue
+            self._stamps[gpu] = stamp
+            self.views[gpu] = _launcher(gpu, state)
+
+
+def _launcher(gpu: int, state: dict[str, Any]) -> LauncherView:
+    slots, holds, share = state.get("slots"), state.get("holds"), state.get("share")
+    entries = state.get("engines")
+    return LauncherView(
+        gpu=gpu,
+        uuid=_text(state.get("uuid")) or "",
+        engines=tuple(_engine(entry) for entry in entries if isinstance(entry, dict)) if entries else (),
+        wanted=frozenset(map(str, slots.values())) if isinstance(slots, dict) else frozenset(),
+        holds=frozenset(map(str, holds)) if isinstance(holds, dict) else frozenset(),
+        share=float(share) if isinstance(share, (int, float)) else 1.0,
+    )
+
+
+def _engine(entry: dict[str, Any]) -> EngineView:
+    pid, restarts, socket = entry.get("pid"), entry.get("restarts"), entry.get("socket")
+    return EngineView(
+        release=_text(entry.get("release")) or "?",
+        model=_text(entry.get("model")),
+        socket=Path(socket) if isinstance(socket, str) else None,
+        state=_text(entry.get("state")) or "?",
+        problem=_text(entry.get("problem")),
+        pid=pid if type(pid) is int else None,
+        restarts=restarts if type(restarts) is int else 0,
+        last_exit=_text(entry.get("last_exit")),
+    )
+
+
+def _text(value: Any) -> str | None:
+    return printable(value[:_MAX_TEXT]) if isinstance(value, str) else None

@@ -1,0 +1,102 @@
+"""`python -P -m healthcheck.errand_child`: one thing that may take long or hang, done beside the watchdog's loop.
+
+One JSON object on stdin, one on stdout: {"ok": true, ...} or {"ok": false, "error": text}. The parent (errands.py) has
+a deadline and kills this process when it is late, so nothing here needs one of its own.
+
+  warmup   {"socket", "model", "prompt", "timeout"}   three inferences 200 ms apart, as a client asks -> {"seconds"}
+  verify   {"root", "socket", "release"}   golden answers and checksum of the weights, against the release's file
+                                           -> {"verdict", "weights_differ", "logits_differ", "details", ...}
+  start    {"unit"}                        systemctl start --no-block
+  unit     {"unit"}                        -> {"active": ActiveState, "result": Result}   (systemctl show)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from appliance.log import ApplianceError
+
+WARMUPS = 3
+WARMUP_PAUSE = 0.2  # seconds between two of them
+WARMUP_TOKENS = 16
+_SYSTEMCTL_SECONDS = 10.0
+
+
+def warmup(request: dict[str, Any]) -> dict[str, Any]:
+    """The same prompt each time: an engine that is exact gives the same text each time."""
+    from appliance.engine_calls import EngineCalls
+
+    engine, texts, seconds = EngineCalls(Path(request["socket"])), [], []
+    for number in range(WARMUPS):
+        if number:
+            time.sleep(WARMUP_PAUSE)
+        begun = time.monotonic()
+        texts.append(engine.complete(request["model"], request["prompt"], WARMUP_TOKENS, request["timeout"]))
+        seconds.append(round(time.monotonic() - begun, 4))
+    if len(set(texts)) != 1:
+        return {"ok": False, "error": f"{WARMUPS} times the same request gave {len(set(texts))} different answers"}
+    return {"ok": True, "seconds": seconds}
+
+
+def verify(request: dict[str, Any]) -> dict[str, Any]:
+    from appliance.golden import compare
+    from appliance.paths import Paths
+
+    found = compare(Paths.under(Path(request["root"])), request["release"], request["socket"])
+    return {
+        "ok": True,
+        "verdict": found.verdict.value,
+        "device": found.device,
+        "prompts": found.prompts,
+        "weights_differ": found.weights_differ,
+        "logits_differ": found.logits_differ,
+        "details": list(found.differences),
+        "reason": found.reason,
+        "recorded": found.recorded,
+    }
+
+
+def start(request: dict[str, Any]) -> dict[str, Any]:
+    from appliance.command import check, run
+
+    argv = ["systemctl", "start", "--no-block", "--", request["unit"]]
+    check(run(argv, timeout=_SYSTEMCTL_SECONDS), f"cannot start {request['unit']}")
+    return {"ok": True}
+
+
+def unit(request: dict[str, Any]) -> dict[str, Any]:
+    from appliance.command import check, run
+
+    argv = ["systemctl", "show", "--property=ActiveState,Result", "--", request["unit"]]
+    text = check(run(argv, timeout=_SYSTEMCTL_SECONDS), f"cannot ask for {request['unit']}").text
+    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {"ok": True, "active": values.get("ActiveState", ""), "result": values.get("Result", "")}
+
+
+OPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "warmup": warmup,
+    "verify": verify,
+    "start": start,
+    "unit": unit,
+}
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    try:
+        answer = OPS[request["op"]](request)
+    except ApplianceError as error:
+        answer = {"ok": False, "error": error.message}
+    except OSError as error:
+        answer = {"ok": False, "error": f"{error.filename or request['op']}: {error.strerror or error}"}
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`healthcheck status`: each GPU's state and why, and what needs a human."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO
+
+from appliance.arguments import add_common, set_epilog
+from appliance.log import ExitCode, emit_json, paint
+from appliance.paths import Paths
+from appliance.terminal import age, cut, mark, width_of
+from healthcheck.document import STALE_SECONDS, Document, read_document, worst
+from healthcheck.types import Status
+
+EPILOG = """\
+exit codes: 0 every GPU is healthy and the watchdog runs; 1 something is not (the lines say what)
+JSON: the watchdog's state file with "running", "age_seconds" and "problems"; healthcheck/document.py has its keys.
+"""
+_MARKS = {"HEALTHY": "good", "QUARANTINED": "bad", "MAINTENANCE": "held"}
+_STATUS_WORDS = {Status.OK: "all checks ok", Status.UNKNOWN: "some checks unknown", Status.DEGRADED: "degraded"}
+
+
+def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    set_epilog(parser, EPILOG)
+
+
+def run(args: argparse.Namespace) -> int:
+    document = read_document(Paths.default())
+    document["problems"] = list(problems(document))
+    if args.json:
+        emit_json(document)
+    else:
+        print("\n".join(screen(document, sys.stdout, time.time())))
+    return ExitCode.FAILED if document["problems"] else ExitCode.DONE
+
+
+def problems(document: Document) -> Iterator[str]:
+    """One line each, with the next step."""
+    if not document["running"]:
+        yield "the watchdog does not run: nobody looks after these GPUs; systemctl start appliance-watchdog"
+    elif document["age_seconds"] > STALE_SECONDS:
+        yield f"the watchdog has said nothing for {age(document['age_seconds'])}; journalctl -u appliance-watchdog"
+    if document["breaker"]:
+        yield f"automation is stopped: {document['breaker']}"
+    for gpu in document["gpus"]:
+        if gpu["state"] == "QUARANTINED":
+            yield (
+                f"gpu {gpu['gpu']} is quarantined and needs {gpu['needs'] or 'a human'}: {gpu['reason']}; when it is "
+                f"repaired: healthcheck set-healthy {gpu['gpu']} --reason TEXT"
+            )
+        elif gpu["state"] != "HEALTHY":
+            yield f"gpu {gpu['gpu']} is {gpu['state']}: {gpu['reason']}"
+        elif worst(gpu["checks"]) is Status.FAILED:
+            yield f"gpu {gpu['gpu']} has a failed check: healthcheck check --gpu {gpu['gpu']}"
+    for row in document["checks"]:
+        if row["status"] == Status.FAILED:
+            yield f"{row['name']}: {row['reason']}"
+
+
+def screen(document: Document, out: IO[str], now: float) -> Iterator[str]:
+    """The lines for `out`, cut to its width."""
+    width = width_of(out)
+    word = "watching" if document["running"] else "NOT RUNNING"
+    first = mark("good" if document["running"] else "bad", out)
+    yield first + cut(f"watchdog  {word}  {document['status']}", width - 2)
+    if maintenance := document["maintenance"]:
+        since = age(now - maintenance["since"])
+        yield mark("held", out) + cut(f"maintenance for {since}: {maintenance['reason']}", width - 2)
+    for gpu in document["gpus"]:
+        yield ""
+        line = f"gpu {gpu['gpu']}  {gpu['state']}  {gpu['uuid']}"
+        yield mark(_MARKS.get(gpu["state"], "busy"), out) + cut(line, width - 2)
+        for line in _gpu_lines(gpu, now):
+            yield cut(f"    {line}", width)
+    found = document["problems"]
+    if found:
+        yield ""
+    for problem in found:
+        yield paint(cut(f"! {problem}", width), "31", out)
+
+
+def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
+    since = f"for {age(now - gpu['since'])}: " if isinstance(gpu["since"], float | int) else ""
+    yield f"{since}{gpu['reason']}"
+    state = worst(gpu["checks"])
+    bad = [row["name"] for row in gpu["checks"] if row["status"] == state]
+    words = _STATUS_WORDS.get(state, "FAILED") + ("" if state is Status.OK else f": {', '.join(bad)}")
+    probed = f", NVML {age(now - gpu['probed_at'])} ago" if gpu["probed_at"] else ""
+    yield f"{words}{probed}"
+    if gpu["share"] < 1:
+        yield f"on probation, at {gpu['share']:.0%} of its share"
+    if gpu["attempts"]:
+        yield f"resets in the last day: {len(gpu['attempts'])}"
+    if gpu["phases"]:
+        yield "last incident: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in gpu["phases"].items())

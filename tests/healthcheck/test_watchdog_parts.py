@@ -1,0 +1,341 @@
+"""The pieces that the service is made of: asking launchers until they have done it, errands, HTTP, the engine probe."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.launcher.loop import Loop
+from appliance.paths import Paths
+from appliance.statefile import write_state
+from appliance.unix_http import UnixConnection
+from healthcheck import http_server
+from healthcheck.engine_probe import EngineProbe, cause_of
+from healthcheck.engines import Launchers
+from healthcheck.errands import Errands
+from healthcheck.http_server import HttpServer
+from healthcheck.lane import Lane
+from healthcheck.types import Signal, Status
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory with a short name: a Unix socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="hc") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+class Control:
+    """A launcher's control socket; `answer` gets the requests, returns a reply or None to hang up."""
+
+    def __init__(self, path: Path, answer: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.gone: list[dict[str, Any]] = []  # the other side left before the answer
+        self._answer = answer
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._one, args=(sock,), daemon=True).start()
+
+    def _one(self, sock: socket.socket) -> None:
+        with sock:
+            request = json.loads(sock.makefile("rb").readline())
+            self.seen.append(request)
+            reply = self._answer(request)
+            if reply == {"never": True}:
+                sock.recv(1)  # until it leaves
+                self.gone.append(request)
+            elif reply is not None:
+                sock.sendall(json.dumps(reply).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_repeated_until_the_launcher_is_there_and_does_it(short: Path, loop: Loop) -> None:
+    lane, replies, troubles = Lane(loop, short / "ctl"), [], []  # type: ignore[var-annotated]
+    lane.ask("place", {"op": "hold"}, 5, replies.append, trouble=troubles.append)
+    assert loop.run(until=lambda: len(troubles) == 1, timeout=5)
+    answers = iter([{"ok": False, "error": "the disk is full", "exit_code": 1}, None, {"ok": True}])
+    control = Control(short / "ctl", lambda request: next(answers))
+    assert loop.run(until=lambda: bool(replies), timeout=20)
+    assert replies == [{"ok": True}] and lane.idle
+    assert troubles == ["the launcher does not answer", "the disk is full", "the launcher does not answer"]
+    control.close()
+
+
+def test_a_newer_request_of_a_kind_replaces_one_that_is_under_way(short: Path, loop: Loop) -> None:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        return {"never": True} if request["level"] == "drain" else {"ok": True}
+
+    control = Control(short / "ctl", answer)
+    lane, drained, stopped = Lane(loop, short / "ctl"), [], []  # type: ignore[var-annotated]
+    lane.ask("place", {"op": "hold", "level": "drain"}, 60, drained.append)
+    assert loop.run(until=lambda: len(control.seen) == 1, timeout=5)
+    lane.ask("place", {"op": "hold", "level": "stop"}, 60, stopped.append)
+    assert loop.run(until=lambda: bool(stopped) and bool(control.gone), timeout=5)
+    assert drained == []
+    control.close()
+
+
+def test_a_share_is_there_before_the_unhold_that_came_after_it(short: Path, loop: Loop) -> None:
+    refused = iter([{"ok": False, "error": "busy", "exit_code": 5}])
+    control = Control(short / "ctl", lambda request: next(refused, {"ok": True}))
+    lane, done = Lane(loop, short / "ctl"), []  # type: ignore[var-annotated]
+    lane.ask("share", {"op": "share"}, 5, lambda _: done.append("share"))
+    lane.ask("place", {"op": "unhold"}, 5, lambda _: done.append("unhold"))
+    assert loop.run(until=lambda: len(done) == 2, timeout=5)
+    assert [request["op"] for request in control.seen] == ["share", "share", "unhold"]
+    control.close()
+
+
+def test_a_refusal_ends_what_does_not_insist(short: Path, loop: Loop) -> None:
+    control = Control(short / "ctl", lambda request: {"ok": False, "error": "held", "exit_code": 4})
+    lane, replies = Lane(loop, short / "ctl"), []  # type: ignore[var-annotated]
+    lane.ask("place", {"op": "restart"}, 5, replies.append, insist=False)
+    assert loop.run(until=lambda: bool(replies), timeout=5)
+    assert replies[0]["error"] == "held"
+    control.close()
+
+
+# -- errands -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_errand_that_fails_or_hangs_is_an_answer(short: Path, loop: Loop) -> None:
+    """Nobody listens; somebody listens and never answers: killed at its deadline while the loop goes on."""
+    errands, answers, ticks = Errands(loop), {}, []  # type: ignore[var-annotated]
+    silent = socket.socket(socket.AF_UNIX)
+    silent.bind(str(short / "silent"))
+    silent.listen()
+    for name in ("nobody", "silent"):
+        request = {"op": "warmup", "socket": str(short / name), "model": "m", "prompt": [1]}
+        errands.run(name, request | {"timeout": 60.0}, 2.0, lambda answer, name=name: answers.update({name: answer}))
+
+    def tick() -> None:
+        ticks.append(loop.time())
+        loop.later(0.05, tick)
+
+    tick()
+    assert loop.run(until=lambda: len(answers) == 2, timeout=20)
+    assert not answers["nobody"]["ok"] and "no answer" in answers["nobody"]["error"]
+    assert not answers["silent"]["ok"]
+    assert len(ticks) > 20, "the loop went on meanwhile"
+    silent.close()
+
+
+def test_what_is_forgotten_does_not_call_back(short: Path, loop: Loop) -> None:
+    errands, answers = Errands(loop), []  # type: ignore[var-annotated]
+    request = {"op": "warmup", "socket": str(short / "x"), "model": "m", "prompt": [1], "timeout": 1.0}
+    errands.run("a", request, 5, answers.append)
+    errands.run("a", request, 5, lambda answer: answers.append("second"))
+    errands.run("b", request, 5, answers.append)
+    errands.forget("b")
+    assert loop.run(until=lambda: bool(answers), timeout=20)
+    loop.run(timeout=1)
+    assert answers == ["second"]
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(short: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+    loop = Loop()
+    routes = {"/state": lambda: ("application/json", b"{}"), "/big": lambda: ("text/plain", b"x" * 3_000_000)}
+    server = HttpServer(loop, short / "http", routes, group=-1)
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: loop.run(until=stop.is_set))
+
+    def tick() -> None:
+        loop.later(0.02, tick)
+
+    tick()
+    thread.start()
+    yield short / "http"
+    stop.set()
+    thread.join()
+    server.close()
+    loop.close()
+
+
+def test_http_answers_whole_and_refuses_what_it_does_not_know(served: Path) -> None:
+    def ask(method: str, target: str) -> tuple[int, bytes]:
+        connection: HTTPConnection = UnixConnection(served, 10)
+        connection.request(method, target)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    assert ask("GET", "/state") == (200, b"{}")
+    assert ask("GET", "/state?x=1") == (200, b"{}")
+    assert ask("HEAD", "/big") == (200, b"")
+    assert ask("GET", "/big") == (200, b"x" * 3_000_000)
+    assert ask("GET", "/" + urllib.parse.quote("ü"))[0] == 404
+    assert ask("POST", "/state")[0] == 405
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0" * 100 + b"\r\n\r\n", b"GET /\r\n\r\n", b"x" * 20_000, b"GET /state HTTP/1.1\r\n"]
+)
+def test_nonsense_and_silence_cost_one_descriptor(served: Path, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(served))
+        sock.sendall(data)
+        try:
+            answer = sock.recv(1 << 16)
+        except ConnectionResetError:
+            answer = b""
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+
+
+# -- the engine probe --------------------------------------------------------------------------------------------------
+
+
+class EngineWorld:
+    """A launcher's state file and an engine that answers /admin/state as it is told."""
+
+    def __init__(self, root: Path, loop: Loop, **options: Any) -> None:
+        self.paths, self.loop = Paths.under(root), loop
+        self.entry = {
+            "release": "r1", "model": "m", "state": "ready", "problem": None, "pid": 7, "restarts": 0,
+            "last_exit": None, "socket": str(root / "engine"),
+        }  # fmt: skip
+        self.says: dict[str, Any] | None = {"status": "ready", "progress": {"steps": 1, "queued": 0}}
+        self.launchers = Launchers(self.paths)
+        self.signals: list[Signal] = []
+        self.probe = EngineProbe(
+            loop, Errands(loop), str(root), 0, "GPU-0",
+            on_signal=self.signals.append, **{"stall_timeout": 0.3, "golden_interval": 3600.0} | options,
+        )  # fmt: skip
+        self.paths.launcher_state(0).parent.mkdir(parents=True)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(root / "engine"))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            with sock:
+                sock.recv(1 << 16)
+                if self.says is not None:
+                    body = json.dumps(self.says).encode()
+                    sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    def report(self, **changes: Any) -> None:
+        self.entry |= changes
+        state = {"gpu": 0, "uuid": "GPU-0", "slots": {"stable": "r1"}, "holds": {}, "engines": [self.entry]}
+        write_state(self.paths.launcher_state(0), state, schema=1, durable=False)
+        self.launchers.look([0])
+        self.probe.look(self.launchers.views.get(0))
+
+    def beats(self, seconds: float) -> list[str]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.probe.beat()
+            self.loop.run(timeout=0.05)
+        return [signal.key for signal in self.signals]
+
+    def statuses(self) -> dict[str, Status]:
+        return {check.name: check.status for check in self.probe.checks()}
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.fixture
+def engines(short: Path, loop: Loop) -> Iterator[EngineWorld]:
+    world = EngineWorld(short, loop)
+    yield world
+    world.close()
+
+
+def test_steps_that_stand_still_while_work_is_queued_are_one_signal(engines: EngineWorld) -> None:
+    engines.report()
+    assert engines.beats(0.5) == []
+    assert engines.statuses()["engine r1"] is Status.OK
+    engines.says = {"status": "ready", "progress": {"steps": 1, "queued": 3}}
+    assert engines.beats(1.0) == ["engine:stalled"]
+    assert engines.statuses()["engine r1"] is Status.FAILED
+    engines.says = {"status": "ready", "progress": {"steps": 2, "queued": 3}}
+    engines.beats(0.2)
+    assert engines.statuses()["engine r1"] is Status.OK
+
+
+def test_no_answer_is_unknown_and_then_said_once(engines: EngineWorld) -> None:
+    engines.report()
+    engines.says = None
+    assert engines.beats(1.0) == ["engine:unreachable"]
+    assert engines.statuses()["engine r1"] is Status.UNKNOWN
+
+
+def test_an_engine_that_died_is_a_signal_one_that_was_stopped_is_not(engines: EngineWorld) -> None:
+    engines.report(restarts=2)
+    engines.report(state="stopping")
+    engines.report(state="gone")
+    engines.report(state="ready", pid=8)
+    assert engines.signals == []
+    engines.report(state="backoff", pid=None, restarts=3, last_exit="killed by SIGSEGV")
+    engines.report(state="ready", pid=9)
+    engines.report(state="failed", pid=None, restarts=3, last_exit="exit status 1")
+    assert [(signal.key, signal.detail) for signal in engines.signals] == [
+        ("engine:error", "r1: killed by SIGSEGV"), ("engine:error", "r1 gave up: exit status 1"),
+    ]  # fmt: skip
+    assert engines.statuses()["engine r1"] is Status.FAILED
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("no step for 61 s while 3 requests were queued; killed by SIGKILL", "engine:stalled"),
+        ("no answer for 61 s; killed by SIGKILL", "engine:unreachable"),
+        ("killed by SIGKILL; the kernel killed a process at MemoryMax", None),
+        ("exit status 4 (refused: configuration, model or sizes)", None),
+        ("exit status 1", "engine:error"),
+    ],
+)
+def test_what_an_end_says_of_the_gpu(words: str, key: str | None) -> None:
+    """The words are launcher/restart.py:exit_text's and launcher/health.py:StallWatch's."""
+    assert cause_of(words) == key
+
+
+def test_no_launcher_is_unknown(engines: EngineWorld) -> None:
+    engines.report()
+    engines.paths.launcher_state(0).unlink()
+    engines.launchers.look([0])
+    engines.probe.look(engines.launchers.views.get(0))
+    assert engines.statuses() == {"engine": Status.UNKNOWN} and engines.signals == []
