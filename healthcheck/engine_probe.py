@@ -16,6 +16,7 @@ from typing import Any
 
 from appliance.launcher.health import Question, Reply, StallWatch, read_health
 from appliance.launcher.loop import Loop
+from healthcheck.errand_child import UNRECORDED
 from healthcheck.engines import EngineView, LauncherView
 from healthcheck.errands import Errands
 from healthcheck.types import Check, Signal, Status
@@ -50,7 +51,8 @@ class _Watched:
     stalled: str | None = None
     steps: int | None = None
     compared_at: float | None = None  # UTC seconds
-    verdict: str = "never"  # same, different, inconclusive
+    in_flight: int | None = None  # HTTP requests in work there
+    verdict: str = "never"  # same, different, inconclusive, unrecorded
     details: list[str] = field(default_factory=list)
     weights_differ: bool = False
     logits_differ: bool = False
@@ -137,17 +139,23 @@ class EngineProbe:
             return
         state = reply.json() if reply is not None and reply.status == 200 else None
         if state is None:
-            watched.silent += 1
+            watched.silent, watched.in_flight = watched.silent + 1, None
             if watched.silent == _UNANSWERED:
                 self._signal("engine:unreachable", f"{release}: {watched.silent} questions without an answer")
             return
         watched.silent = 0
         health = read_health(state)
-        watched.steps = health.steps
+        watched.steps, watched.in_flight = health.steps, health.in_flight
         stalled = watched.stall.answered(self._loop.time(), health)
         if stalled is not None and watched.stalled is None:
             self._signal("engine:stalled", f"{release}: {stalled}")
         watched.stalled = stalled
+
+    @property
+    def in_flight(self) -> int | None:
+        """Requests in work on this GPU; None: an engine has not said."""
+        known = [watched.in_flight for watched in self._watched.values() if watched.in_flight is not None]
+        return sum(known) if len(known) == len(self._watched) and self._view is not None else None
 
     # -- golden answers
     def compare(self, release: str) -> bool:
@@ -164,6 +172,10 @@ class EngineProbe:
     def compare_all(self) -> None:
         for release in self._watched:
             self.compare(release)
+
+    @property
+    def comparing(self) -> bool:
+        return any(self._errands.busy(self._errand(release)) for release in self._watched)
 
     def _errand(self, release: str) -> str:
         return f"golden {self.gpu} {release}"
@@ -212,13 +224,16 @@ class EngineProbe:
 
 
 def _golden_checks(release: str, watched: _Watched) -> list[Check]:
-    names = f"golden answers {release}", f"weights {release}"
+    names = [f"golden answers {release}", f"weights {release}"]
     if watched.compared_at is None:
         return [Check(name, Status.UNKNOWN, "not compared yet") for name in names]
     if watched.verdict == "inconclusive":
         return [Check(name, Status.UNKNOWN, "; ".join(watched.details) or "no answer") for name in names]
     when = time.strftime("%H:%M:%SZ", time.gmtime(watched.compared_at))
     found = []
+    if watched.verdict == UNRECORDED:
+        found.append(Check(names.pop(0), Status.UNKNOWN, "; ".join(watched.details)))
+        return [*found, Check(names[0], Status.OK, f"as loaded, at {when}")]
     for name, differs in zip(names, (watched.logits_differ, watched.weights_differ)):
         text = "; ".join(watched.details) if differs else f"as recorded, at {when}"
         found.append(Check(name, Status.FAILED if differs else Status.OK, text))

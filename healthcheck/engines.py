@@ -24,6 +24,7 @@ class EngineView:
     model: str | None
     socket: Path | None
     state: str  # appliance/launcher/lifecycle.py
+    admitted: bool  # takes requests
     problem: str | None  # ready, but not on this GPU
     pid: int | None
     restarts: int
@@ -50,6 +51,10 @@ class LauncherView:
         """Every engine that a slot names is ready, and no other is on its way."""
         there = {engine.release for engine in self.engines}
         return self.wanted <= there and all(engine.ready for engine in self.engines)
+
+    @property
+    def serves(self) -> bool:
+        return any(engine.admitted for engine in self.engines)
 
     @property
     def failed(self) -> EngineView | None:
@@ -105,6 +110,7 @@ def _engine(entry: dict[str, Any]) -> EngineView:
         model=_text(entry.get("model")),
         socket=Path(socket) if isinstance(socket, str) else None,
         state=_text(entry.get("state")) or "?",
+        admitted=entry.get("admitted") is True,
         problem=_text(entry.get("problem")),
         pid=pid if type(pid) is int else None,
         restarts=restarts if type(restarts) is int else 0,

@@ -21,6 +21,7 @@ from typing import Any
 
 from appliance.log import ApplianceError
 
+UNRECORDED = "unrecorded"  # a verdict: the weights are what was loaded, and there are no answers to compare
 WARMUPS = 3
 WARMUP_PAUSE = 0.2  # seconds between two of them
 WARMUP_TOKENS = 16
@@ -48,16 +49,32 @@ def verify(request: dict[str, Any]) -> dict[str, Any]:
     from appliance.paths import Paths
 
     found = compare(Paths.under(Path(request["root"])), request["release"], request["socket"])
+    if not found.recorded:
+        return _unrecorded(request["socket"], found.reason)
     return {
         "ok": True,
         "verdict": found.verdict.value,
         "device": found.device,
-        "prompts": found.prompts,
         "weights_differ": found.weights_differ,
         "logits_differ": found.logits_differ,
         "details": list(found.differences),
         "reason": found.reason,
-        "recorded": found.recorded,
+    }
+
+
+def _unrecorded(socket: str, reason: str | None) -> dict[str, Any]:
+    """A release without golden answers (`release add --golden skip`): what was loaded is still what must be there."""
+    from appliance.engine_calls import EngineCalls
+
+    weights = EngineCalls(Path(socket)).checksum()
+    details = [] if weights["ok"] else [f"the weights in memory are not what was loaded: {weights['actual']}"]
+    return {
+        "ok": True,
+        "verdict": UNRECORDED if weights["ok"] else "different",
+        "weights_differ": not weights["ok"],
+        "logits_differ": False,
+        "details": details,
+        "reason": reason,
     }
 
 

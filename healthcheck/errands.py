@@ -42,3 +42,8 @@ class Errands:
     def forget(self, key: str) -> None:
         """What it answers does not count any more."""
         self._current.pop(key, None)
+
+    def forget_all(self, prefix: str) -> None:
+        """`forget` of every key that begins so."""
+        for key in [key for key in self._current if key.startswith(prefix)]:
+            del self._current[key]

@@ -1,0 +1,250 @@
+"""Carries out what the state machine asks for, without ever blocking, and reports back by events.
+
+The same command again while it is under way is that one (commands are given again after a crash, and where no answer
+came); a newer one for the same GPU replaces it. Launchers are asked until they have done it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from appliance.launcher.loop import Loop, Timer
+from appliance.launcher.state import say
+from appliance.log import printable
+from appliance.paths import Paths
+from healthcheck.engines import Launchers
+from healthcheck.errands import Errands
+from healthcheck.lane import Lane
+from healthcheck.machine_types import (
+    Command,
+    Drained,
+    EngineFailed,
+    EngineReady,
+    Event,
+    Hold,
+    Needs,
+    ResetDone,
+    ResetGpu,
+    RestartEngine,
+    SetShare,
+    Stopped,
+    Unhold,
+    Verified,
+    Verify,
+    WarmedUp,
+    Warmup,
+)
+from healthcheck.resetter import Resetter
+from healthcheck.verification import Found, Verification
+
+OWNER = "watchdog"
+_MAX_REASON = 500  # what a launcher takes
+_HOLD_SECONDS = 3600.0  # the machine has its own deadlines; this ends a connection that nobody needs
+_ASK_SECONDS = 10.0
+_RESTART_SECONDS = 900.0
+_LOOK_SECONDS = 0.2
+
+Levels = Callable[[int, Callable[[Found], None]], None]
+"""(gpu, done): reads this GPU anew and says whether its levels allow it to serve."""
+
+
+class Actions:
+    def __init__(
+        self,
+        loop: Loop,
+        paths: Paths,
+        errands: Errands,
+        launchers: Launchers,
+        resetter: Resetter,
+        emit: Callable[[Event], None],
+        *,
+        out_of_service: Callable[[int], bool],
+        levels: Levels,
+    ) -> None:
+        """out_of_service: whether this slot's GPU serves nobody now (its verification includes the levels of NVML)."""
+        self._loop, self._paths, self._launchers = loop, paths, launchers
+        self._resetter, self._emit = resetter, emit
+        self._out_of_service, self._levels = out_of_service, levels
+        self._verification = Verification(errands, str(paths.etc.parents[1]))
+        self._lanes: dict[int, Lane] = {}
+        self._current: dict[tuple[int, str], Command] = {}  # under way
+        self._looking: dict[int, Timer] = {}  # for an engine that is to become ready
+        self._trouble: dict[int, str] = {}  # what was said last
+
+    def perform(self, command: Command) -> bool:
+        """False: it is none of ours (Reread, Alert, Record)."""
+        match command:
+            case Hold():
+                self._place(command.gpu, command, self._hold)
+            case Unhold():
+                self._place(command.gpu, command, self._unhold)
+            case RestartEngine():
+                self._place(command.gpu, command, self._restart)
+            case SetShare():
+                self._begin(command.gpu, "share", command, self._share)
+            case Warmup():
+                self._begin(command.gpu, "engine", command, self._warm_up)
+            case Verify():
+                self._begin(command.gpu, "engine", command, self._verify)
+            case ResetGpu():
+                self._begin(command.gpu, "reset", command, self._reset)
+            case _:
+                return False
+        return True
+
+    def busy(self) -> bool:
+        return bool(self._current)
+
+    def close(self) -> None:
+        """Holds stay; what is under way is begun again by whoever comes next."""
+        self._resetter.close()
+
+    # -- one at a time for each GPU and kind
+    def _begin(self, gpu: int, kind: str, command: Command, act: Callable[[Any, Callable[..., None]], None]) -> None:
+        if self._current.get((gpu, kind)) == command:
+            return
+        self._current[gpu, kind] = command
+
+        def report(*events: Event) -> None:
+            """The end of it, if it is still wanted."""
+            if self._current.get((gpu, kind)) is command:
+                del self._current[gpu, kind]
+                for event in events:
+                    self._emit(event)
+
+        act(command, report)
+
+    def _place(self, gpu: int, command: Command, act: Callable[[Any, Callable[..., None]], None]) -> None:
+        """Where the engine is to be; what was being done with the engine that was there is over."""
+        if self._current.get((gpu, "place")) == command:
+            return
+        if (timer := self._looking.pop(gpu, None)) is not None:
+            timer.cancel()
+        if not isinstance(command, Hold) or command.level == "stop":
+            self._current.pop((gpu, "engine"), None)
+            self._verification.forget(gpu)
+        self._begin(gpu, "place", command, act)
+
+    def _ask(
+        self, gpu: int, kind: str, request: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], None],
+        *, insist: bool = True,
+    ) -> None:  # fmt: skip
+        lane = self._lanes.get(gpu)
+        if lane is None:
+            lane = self._lanes[gpu] = Lane(self._loop, self._paths.control_socket(gpu))
+
+        def answered(reply: dict[str, Any]) -> None:
+            self._trouble.pop(gpu, None)
+            done(reply)
+
+        lane.ask(kind, request, seconds, answered, insist=insist, trouble=partial(self._say, gpu, request["op"]))
+
+    def _say(self, gpu: int, op: str, error: str) -> None:
+        text = f"gpu {gpu}: {op}: {error}"
+        if self._trouble.get(gpu) != text:  # once, not at each attempt
+            self._trouble[gpu] = text
+            say(f"<4>{printable(text)}; tried again until it is done")
+
+    # -- launchers
+    def _hold(self, command: Hold, report: Callable[..., None]) -> None:
+        gpu = command.gpu
+        request = {
+            "op": "hold", "owner": OWNER, "reason": _reason(command.reason), "level": command.level,
+            "mode": command.mode, "wait": True, "timeout": _HOLD_SECONDS,
+        }  # fmt: skip
+
+        def held(_: dict[str, Any]) -> None:
+            if command.level == "stop":
+                report(Stopped(gpu))
+            elif self._out_of_service(gpu):
+                self._await_engine(gpu, report)
+            else:
+                report(Drained(gpu))
+
+        self._ask(gpu, "place", request, _HOLD_SECONDS, held)
+
+    def _unhold(self, command: Unhold, report: Callable[..., None]) -> None:
+        request = {"op": "unhold", "owner": OWNER, "wait": False}
+        self._ask(command.gpu, "place", request, _ASK_SECONDS, lambda _: report())
+
+    def _restart(self, command: RestartEngine, report: Callable[..., None]) -> None:
+        gpu, view = command.gpu, self._launchers.views.get(command.gpu)
+        if (
+            view is not None
+            and view.engines
+            and all(engine.state in ("starting", "loading") for engine in view.engines)
+        ):
+            self._await_engine(gpu, report)  # it died, and its launcher has begun already
+            return
+        request = {"op": "restart", "wait": True, "timeout": _RESTART_SECONDS}
+
+        def restarted(reply: dict[str, Any]) -> None:
+            report(EngineReady(gpu) if reply["ok"] else EngineFailed(gpu, str(reply.get("error"))))
+
+        self._ask(gpu, "place", request, _RESTART_SECONDS, restarted, insist=False)
+
+    def _share(self, command: SetShare, report: Callable[..., None]) -> None:
+        request = {"op": "share", "owner": OWNER, "share": command.share}
+        self._ask(command.gpu, "share", request, _ASK_SECONDS, lambda _: report())
+
+    def _await_engine(self, gpu: int, report: Callable[..., None]) -> None:
+        """Until every engine that should be there is ready, or one has failed. For how long is the machine's."""
+        self._launchers.look([gpu])
+        view = self._launchers.views.get(gpu)
+        if view is not None and view.failed is not None:
+            report(EngineFailed(gpu, f"{view.failed.release}: {view.failed.last_exit}"))
+        elif view is not None and view.settled:
+            report(EngineReady(gpu))
+        else:
+            self._looking[gpu] = self._loop.later(_LOOK_SECONDS, lambda: self._await_engine(gpu, report))
+
+    # -- engines
+    def _warm_up(self, command: Warmup, report: Callable[..., None]) -> None:
+        gpu, view = command.gpu, self._launchers.views.get(command.gpu)
+        if view is None:
+            report(EngineFailed(gpu, "its launcher does not run"))
+            return
+        self._verification.warm_up(view, lambda error: report(EngineFailed(gpu, error) if error else WarmedUp(gpu)))
+
+    def _verify(self, command: Verify, report: Callable[..., None]) -> None:
+        gpu = command.gpu
+
+        def finish(found: Found) -> None:
+            report(Verified(gpu, found.ok, found.detail, found.key))
+
+        def engines(levels: Found) -> None:
+            view = self._launchers.views.get(gpu)
+            if levels.ok is False:
+                finish(levels)
+            elif view is None:
+                finish(Found(None, "its launcher does not run"))
+            else:
+                self._verification.verify(view, lambda found: finish(_both(levels, found)))
+
+        if self._out_of_service(gpu):
+            self._levels(gpu, engines)
+        else:  # a second opinion for another GPU: this one is not suspected
+            engines(Found(True, ""))
+
+    # -- reset
+    def _reset(self, command: ResetGpu, report: Callable[..., None]) -> None:
+        def done(ok: bool, detail: str, needs: str | None, phases: dict[str, float]) -> None:
+            spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
+            text = f"{detail} ({spent})" if spent else detail
+            known = Needs(needs) if needs in list(Needs) else None
+            report(ResetDone(command.gpu, ok, text, known))
+
+        self._resetter.reset(command.uuid, command.requested, done)
+
+
+def _both(levels: Found, answers: Found) -> Found:
+    if answers.ok is not True:
+        return answers
+    detail = "; ".join(filter(None, (levels.detail, answers.detail)))
+    return Found(True if levels.ok else None, detail)
+
+
+def _reason(text: str) -> str:
+    return printable(text)[:_MAX_REASON] or "no reason was given"

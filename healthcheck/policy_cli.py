@@ -1,0 +1,37 @@
+"""`healthcheck policy check`: whether a policy can be used, before the watchdog is restarted with it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from appliance.arguments import add_common, set_epilog
+from appliance.log import ExitCode, UsageError, emit_json
+from appliance.paths import Paths
+from healthcheck.policy import load_policy
+
+EPILOG = """\
+Without FILE: /etc/appliance/healthcheck.toml, where there is one, on top of what is shipped.
+exit codes: 0 it can be used; 4 it cannot, the message names the row
+"""
+
+
+def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    set_epilog(parser, EPILOG)
+    parser.add_argument("verb", choices=("check",))
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="an override, like healthcheck.toml")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = args.file or Paths.default().healthcheck_config
+    if args.file is not None and not path.exists():
+        raise UsageError(f"there is no {path}")
+    policy = load_policy(path)
+    overridden = path.exists()
+    if args.json:
+        emit_json({"schema": 1, "file": str(path) if overridden else None, "rules": len(policy.rules), "ok": True})
+    else:
+        where = f"with {path}" if overridden else "as shipped; nothing is overridden"
+        print(f"ok: {len(policy.rules)} rules, {where}")
+    return ExitCode.DONE

@@ -1,0 +1,120 @@
+"""What may be asked of the watchdog over its control socket, paths.watchdog_control: root everything, others "status".
+
+  status                          -> {"state": the document}
+  check        {"golden"}         looks at everything now -> {"state"} when that is done
+  set-healthy  {"gpu", "reason"}
+  maintenance  {"on", "reason"}
+  inject       {"gpu", "key", "detail"}      refused unless the watchdog was started for tests
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from appliance.launcher.control_server import Client, failure
+from appliance.launcher.operations import Arguments, Refused, RequestError
+from appliance.log import ApplianceError, ExitCode
+from healthcheck.machine_types import MaintenanceOff, MaintenanceOn, SetHealthy
+from healthcheck.policy import normalise_key
+from healthcheck.types import Signal
+
+if TYPE_CHECKING:
+    from healthcheck.service import Service
+
+_MAX_REASON = 500
+_CHECK_POLL = 0.1
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+def handle(service: Service, request: dict[str, Any], client: Client) -> None:
+    """Answers now, or when it is done, or never where the client has left."""
+    op = request.pop("op")
+    try:
+        if op not in _OPS:
+            raise RequestError(f"unknown op {op!r}", hint=f"known: {', '.join(_OPS)}")
+        arguments = Arguments(request)
+        timeout = arguments.seconds("timeout", 60.0)
+        _OPS[op](service, arguments, client, timeout)
+    except ApplianceError as error:
+        client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
+
+
+def _status(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
+    arguments.finish()
+    client.reply({"ok": True, "state": service.publisher.document()})
+
+
+def _check(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
+    """All GPUs are read anew; with "golden" their engines are compared as well."""
+    golden = arguments.flag("golden")
+    arguments.finish()
+    left = {gpu.uuid for gpu in service.host.gpus.values()}
+    until = service.loop.time() + timeout
+    for uuid in list(left):
+        service.probes.reread(uuid, lambda _, uuid=uuid: left.discard(uuid))
+    for probe in service.engines.values() if golden else ():
+        probe.compare_all()
+
+    def look() -> None:
+        comparing = golden and any(probe.comparing for probe in service.engines.values())
+        if not left and not comparing:
+            client.reply({"ok": True, "state": service.publisher.document()})
+        elif service.loop.time() >= until:
+            what = "golden answers" if not left else "NVML"
+            hint = "what it saw last: healthcheck check --cached"
+            text = f"no answer within {timeout:g} s from {what}"
+            client.reply(failure(text, hint=hint, code=ExitCode.INCONCLUSIVE))
+        elif not client.closed:
+            service.loop.later(_CHECK_POLL, look)
+
+    look()
+
+
+def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
+    gpu, reason = _gpu(service, arguments), arguments.text("reason", limit=_MAX_REASON)
+    arguments.finish()
+    service.event("watchdog_set_healthy", gpu=gpu, reason=reason)
+    service.post(SetHealthy(gpu, reason))
+    state = service.host.gpus[gpu]
+    client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}: {state.reason}"})
+
+
+def _maintenance(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
+    on, reason = arguments.flag("on"), arguments.text("reason", limit=_MAX_REASON)
+    arguments.finish()
+    service.event("watchdog_maintenance", on=on, reason=reason)
+    service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
+    note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
+    client.reply({"ok": True, "on": on, "note": note})
+
+
+def _inject(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
+    gpu, key = _gpu(service, arguments), arguments.text("key")
+    detail = arguments.text("detail", limit=_MAX_REASON)
+    arguments.finish()
+    if not service.test:
+        hint = "only a watchdog that was started with --test or --scripted-nvml takes faults"
+        raise Refused("this watchdog is not for tests", hint=hint)
+    key = normalise_key(key)
+    service.signal(Signal(key, service.host.gpus[gpu].uuid, detail, time.time(), "injected"))
+    client.reply({"ok": True, "note": f"gpu {gpu}: {key}"})
+
+
+def _gpu(service: Service, arguments: Arguments) -> int:
+    number = arguments.request.pop("gpu", None)
+    if type(number) is not int or number not in service.host.gpus:
+        there = ", ".join(map(str, sorted(service.host.gpus))) or "none"
+        raise RequestError(f"no GPU slot {str(number)[:20]}; bound: {there}", hint="see `healthcheck status`")
+    return number
+
+
+_OPS: dict[str, Callable[[Service, Arguments, Client, float], None]] = {
+    "status": _status,
+    "check": _check,
+    "set-healthy": _set_healthy,
+    "maintenance": _maintenance,
+    "inject": _inject,
+}

@@ -1,0 +1,152 @@
+"""Has one GPU reset by its unit, appliance-gpu-reset@UUID.service, and waits for the result it leaves.
+
+NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at twice a second, and
+the unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the answer also
+when a watchdog that died meanwhile had asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from appliance.launcher.loop import Loop, Timer
+from appliance.log import ApplianceError
+from appliance.paths import Paths
+from appliance.statefile import read_state
+from healthcheck.errands import Errands
+
+SCHEMA = 1  # of the result: healthcheck/reset.py
+POLL_SECONDS = 0.5
+UNIT_SECONDS = 5.0
+_ERRAND_SECONDS = 15.0
+_CLOCK_SLACK = 0.01  # times are rounded to a millisecond
+_OVER = ("inactive", "failed")
+
+Done = Callable[[bool, str, str | None, dict[str, float]], None]
+"""ok, detail, needs (None: another try makes sense), seconds by phase."""
+
+
+class Nvml(Protocol):
+    """healthcheck/nvml.py:NvmlProbe, as far as a reset needs it."""
+
+    def close(self, done: Callable[[], None]) -> None: ...
+    def open(self) -> None: ...
+
+
+def unit_name(uuid: str) -> str:
+    """The unit's name, escaped as systemd-escape(1) does it: "-" separates directories there."""
+    escaped = "".join(char if char.isalnum() or char in ":_." else f"\\x{ord(char):02x}" for char in uuid)
+    return f"appliance-gpu-reset@{escaped}.service"
+
+
+@dataclass(slots=True)
+class _Running:
+    uuid: str
+    requested: float
+    done: Done
+    over_since: float | None = None  # loop time: the unit is over and there is no result
+
+
+class Resetter:
+    """One reset at a time; the machine asks for no second one."""
+
+    def __init__(self, loop: Loop, paths: Paths, errands: Errands, nvml: Nvml | None) -> None:
+        self._loop, self._paths, self._errands, self._nvml = loop, paths, errands, nvml
+        self._running: _Running | None = None
+        self._timer: Timer | None = None
+
+    @property
+    def uuid(self) -> str | None:
+        """The GPU that is being reset."""
+        return self._running.uuid if self._running else None
+
+    def reset(self, uuid: str, requested: float, done: Done) -> None:
+        """`requested`: UTC seconds; the same request again is the one under way."""
+        if self._running is not None and (self._running.uuid, self._running.requested) == (uuid, requested):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._running = _Running(uuid, requested, done)
+        if (result := self._result()) is not None:
+            self._finish(result)
+        elif self._nvml is None:
+            self._start(self._running)
+        else:
+            running = self._running
+            self._nvml.close(lambda: self._start(running))
+
+    def _start(self, running: _Running) -> None:
+        if self._running is not running:
+            return
+        request = {"op": "start", "unit": unit_name(running.uuid)}
+        self._errands.run("reset", request, _ERRAND_SECONDS, lambda answer: self._started(running, answer))
+
+    def _started(self, running: _Running, answer: dict[str, Any]) -> None:
+        if self._running is not running:
+            return
+        if not answer["ok"]:
+            self._finish({"ok": False, "detail": str(answer.get("error"))})
+            return
+        self._poll()
+        self._ask_unit(running)
+
+    def _poll(self) -> None:
+        if self._running is None:
+            return
+        if (result := self._result()) is not None:
+            self._finish(result)
+            return
+        self._timer = self._loop.later(POLL_SECONDS, self._poll)
+
+    def _ask_unit(self, running: _Running) -> None:
+        if self._running is running:
+            request = {"op": "unit", "unit": unit_name(running.uuid)}
+            self._errands.run("reset unit", request, _ERRAND_SECONDS, lambda answer: self._unit(running, answer))
+
+    def _unit(self, running: _Running, answer: dict[str, Any]) -> None:
+        """A unit that is over twice in a row without a result has failed before it began."""
+        if self._running is not running:
+            return
+        if answer.get("active") not in _OVER:
+            running.over_since = None
+        elif running.over_since is not None:
+            result = self._result()
+            text = f"{unit_name(running.uuid)} ended without a result ({answer.get('result')}); see its journal"
+            self._finish(result or {"ok": False, "detail": text})
+            return
+        else:
+            running.over_since = self._loop.time()
+        self._loop.later(UNIT_SECONDS, lambda: self._ask_unit(running))
+
+    def _result(self) -> dict[str, Any] | None:
+        assert self._running is not None
+        try:
+            result = read_state(self._paths.gpu_reset(self._running.uuid), schema=SCHEMA)
+        except (ApplianceError, OSError):  # half a moment later it may be there
+            return None
+        started = (result or {}).get("started")
+        if result is None or not isinstance(started, (int, float)):
+            return None
+        return result if started >= self._running.requested - _CLOCK_SLACK else None
+
+    def _finish(self, result: dict[str, Any]) -> None:
+        running, self._running = self._running, None
+        assert running is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._nvml is not None:
+            self._nvml.open()
+        phases, needs = result.get("phases"), result.get("needs")
+        seconds = {
+            str(name): float(value)
+            for name, value in (phases.items() if isinstance(phases, dict) else ())
+            if isinstance(value, (int, float))
+        }
+        ok = result.get("ok") is True
+        running.done(ok, str(result.get("detail") or ""), needs if isinstance(needs, str) else None, seconds)
+
+    def close(self) -> None:
+        """The unit goes on; whoever comes next finds its result."""
+        self._running = None
