@@ -41,6 +41,13 @@ OUT = frozenset((State.DRAINING, State.STOPPING, State.RESETTING, State.WARMUP, 
 """States in which automation has taken the GPU out of service: what the breaker counts."""
 SERVING = frozenset((State.HEALTHY, State.SUSPECT, State.PROBATION))
 
+STAGES = {
+    State.SUSPECT: ("asking", "waiting"),  # for answers; until it may be taken out (breaker, stopped automation)
+    State.DRAINING: ("", "abort"),  # the deadline has passed
+    State.STOPPING: ("", "stopped"),  # waits for its turn
+    State.WARMUP: ("engine", "warming"),  # until it is ready; the inferences
+}
+
 # ------------------------------------------------------------------------------------------------------------- events
 
 
@@ -181,8 +188,11 @@ class Unhold:
 
 @dataclass(frozen=True, slots=True)
 class RestartEngine:
+    """Restart it (it need not answer), unless an engine was started after `requested` already."""
+
     gpu: int
     reason: str
+    requested: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +263,7 @@ class Seen:
 
     key: str
     at: float  # of the last one
+    first: float  # when the first one was handed to us
     detail: str = ""
     count: int = 1
 
@@ -270,8 +281,12 @@ class Incident:
     then: Action = Action.NONE
     max_resets: int | None = None
     resets: int = 0  # of this incident
-    requested: float | None = None  # the reset that runs or ran last
-    repaired: float | None = None  # what was seen before it is history
+    requested: float | None = None  # the reset or restart that runs or ran last
+    not_before: float = 0.0  # of the next reset
+    reread: float | None = None  # when the recovery action was asked for
+    rechecked: bool = False
+    recovery_action: int | None = None  # the answer; None: not known
+    peers: float | None = None  # when the other GPUs were asked
     seen: tuple[Seen, ...] = ()
     phases: tuple[tuple[str, float], ...] = ()
 
@@ -297,11 +312,13 @@ class GpuState:
     attempts: tuple[Attempt, ...] = ()
     incident: Incident | None = None
     owed: Incident | None = None  # a reset or quarantine that waits for a quiet time or for another GPU to serve
-    stage: str = ""  # within the state: "held", "waiting", "stopped", "engine", ...
+    stage: str = ""  # within the state, see STAGES
+    held: bool = False  # by the watchdog
+    repaired: float = 0.0  # what was seen before it is history
     deadline: float | None = None  # of the state
     issued: float = 0.0  # when its commands were given last
-    paused: State | None = None  # MAINTENANCE: what it goes on with
-    asked: tuple[int, ...] = ()  # peers that have not answered yet
+    paused: State | None = None  # SUSPECT, MAINTENANCE: the state that it goes back to
+    asked: tuple[int, ...] = ()  # SUSPECT: other GPUs that have not answered yet
     idle_since: float | None = None  # no request in flight; not in the ledger
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of other versions, kept
 
