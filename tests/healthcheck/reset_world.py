@@ -1,4 +1,4 @@
-"""A host for the reset: a GPU in a fake /proc/driver/nvidia, our stand-in for nvidia-smi, services that are a JSON file.
+"""A host for the reset: a GPU in a fake /proc/driver/nvidia, a stand-in for nvidia-smi, services that are a JSON file.
 
 Everything is on disk, so that it survives a process that is killed in the middle.
 """
