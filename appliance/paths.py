@@ -73,6 +73,12 @@ class Paths:
     def holds(self, gpu: int) -> Path:  # owner: the launcher of that GPU
         return self.state / "holds" / f"gpu{gpu}.json"
 
+    def gpu_reset(self, uuid: str) -> Path:  # owner: healthcheck/reset.py; the result of the last reset of that GPU
+        return self.state / "resets" / f"{uuid}.json"
+
+    def gpu_reset_intent(self, uuid: str) -> Path:  # owner: healthcheck/reset.py; there while a reset is not over
+        return self.state / "resets" / f"{uuid}.intent.json"
+
     @property
     def host_drain(self) -> Path:  # owner: `appliance drain --all`; read by the gateways
         return self.state / "drain.json"

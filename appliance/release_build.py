@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _HOST_OPTIONS = (
     "model_dir", "model_name", "backend", "host", "port", "uds", "auth", "key_file", "admin_key_file", "tls_cert",
     "tls_key", "memory_fraction", "gpu_memory_fraction", "device", "step_ring", "request_timeout", "drain_timeout",
-    "log_prompts",
+    "log_prompts", "allow_fault_injection",
 )  # fmt: skip
 """Options of the engine that the host decides, not a release (names as in engine.serve.parse_arguments)."""
 

@@ -6,7 +6,7 @@ plan n runs, so that the device never waits for the host. Results never depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,6 +111,15 @@ class Backend(Protocol):
 
     def checksum(self) -> Job:
         """Hash the weights on the device again: {"expected", "actual", "ok"}."""
+        ...
+
+    def tensor_offsets(self) -> Mapping[str, int]:
+        """Where each tensor begins in the weight arena, in bytes."""
+        ...
+
+    def flip_bit(self, offset: int, bit: int) -> tuple[int, int]:
+        """Turn one bit of the weight arena over (fault injection): that byte before and after. Steps launched before
+        this see the old one."""
         ...
 
     def close(self) -> None:

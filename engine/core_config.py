@@ -27,6 +27,7 @@ class CoreConfig(msgspec.Struct, kw_only=True, frozen=True):
     prefill_chunk: int | None = None
     prefix_cache: bool = True
     plans_in_flight: Literal[1, 2] | None = None  # 2 = step n+1 is launched while step n runs
+    allow_fault_injection: bool = False  # tests and drills: Control "flip" may damage the weights (engine/faults.py)
     # CPU backend
     memory_fraction: float | None = None  # of the memory free after loading, for the KV pool, without kv_tokens
     num_threads: int | None = None  # default: the CPUs this process may use

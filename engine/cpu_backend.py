@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.backend import Failure, LoadProgress, Pending, StepResult, StepWork, phase_progress
 from engine.batch import build_batch
 from engine.core_config import CoreConfig, context_length, plan_kv_pages, usable_cpus
-from engine.errors import ConfigError, NumericError
+from engine.errors import ConfigError, EngineError, NumericError
 from engine.host_memory import available_bytes
 from engine.loader import load_weights
 from engine.log import log_event
@@ -165,6 +167,22 @@ class CpuBackend:
 
     def checksum(self) -> Job:
         return arena_checksum_job(self._weights)
+
+    def tensor_offsets(self) -> dict[str, int]:
+        arena = self._arena()
+        base = np.frombuffer(arena, np.uint8).ctypes.data
+        return {name: tensor.ctypes.data - base for name, tensor in self._weights.tensors.items()}
+
+    def flip_bit(self, offset: int, bit: int) -> tuple[int, int]:
+        arena = self._arena()
+        before = arena[offset]
+        arena[offset] = after = before ^ 1 << bit  # the views of the runner are read-only; the arena below them is not
+        return before, after
+
+    def _arena(self) -> memoryview:
+        if self._weights.arena is None:
+            raise EngineError("these weights have no arena to write into")
+        return self._weights.arena
 
     def close(self) -> None:
         self.runner.close()

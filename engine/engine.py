@@ -23,11 +23,12 @@ from engine.choice import Choice
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
 from engine.errors import AdmissionError, ConfigError, DeviceLost, EngineError
+from engine.faults import flip
 from engine.host_memory import resident_bytes
 from engine.jobs import Jobs
 from engine.kv_cache import KVCache
 from engine.log import log_event
-from engine.messages import ControlReply, CoreMessage, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
+from engine.messages import ControlReply, CoreMessage, FlipArgs, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
 from engine.probe import Probe
 from engine.sampler import SampleState
 from engine.scheduler import Scheduler, StepPlan
@@ -396,6 +397,8 @@ class Engine:
                     _arguments(op, args, NoArgs)
                     self._jobs.start(control_id, self.backend.checksum())
                     return []
+                case "flip":
+                    return [ControlReply(control_id=control_id, ok=True, result=self._flip(op, args))]
                 case "drop_prefix_cache":
                     _arguments(op, args, NoArgs)
                     pages = self.kv_cache.drop_prefix_cache()
@@ -403,6 +406,13 @@ class Engine:
             raise AdmissionError(f"unknown control operation {op!r}")
         except AdmissionError as error:
             return [ControlReply(control_id=control_id, ok=False, error=error.message, refused=True)]
+
+    def _flip(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        if not self.config.allow_fault_injection:
+            raise AdmissionError("fault injection is off; start the engine with --allow-fault-injection, for a test")
+        result = flip(self.backend, _arguments(op, args, FlipArgs))
+        log_event(log, logging.WARNING, "fault_injected", "one bit of the weights was turned over on request", **result)
+        return result
 
     def cancel_control(self, control_id: int) -> None:
         self._jobs.cancel(control_id)

@@ -37,7 +37,7 @@ class Abort(_Message, tag="abort"):
 
 class Control(_Message, tag="ctl"):
     control_id: int
-    op: str  # "golden", "checksum", "drop_prefix_cache", "cancel" (of control_id), "stop"
+    op: str  # "golden", "checksum", "flip", "drop_prefix_cache", "cancel" (of control_id), "stop"
     args: dict[str, Any] = {}
 
 
@@ -48,6 +48,15 @@ class GoldenArgs(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of Control "golden": a prompt, each id a row of the embedding."""
 
     prompt_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class FlipArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Arguments of Control "flip": one bit of the weights. `offset` counts bytes from the tensor's start, without one
+    from the arena's; on CUDA the bytes of a matrix lie tile by tile (kernels/layout.py)."""
+
+    bit: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
+    tensor: str | None = None
 
 
 class NoArgs(msgspec.Struct, forbid_unknown_fields=True):

@@ -82,6 +82,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     times.add_argument("--drain-timeout", type=seconds, default=Timeouts().drain, help="after SIGTERM")
 
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    drill = "POST /admin/flip may damage the weights; never where clients are served"
+    parser.add_argument("--allow-fault-injection", action="store_true", help=drill)
     parser.add_argument("--log-prompts", action="store_true", help="write prompts and answers to the log")
     return parser.parse_args(argv)
 
@@ -122,6 +124,7 @@ def core_config(args: argparse.Namespace) -> CoreConfig:
             cuda_graphs=False if args.no_cuda_graphs else None,
             profile_kernels=True if args.profile_kernels else None,
             step_ring=str(args.step_ring) if args.step_ring else None,
+            allow_fault_injection=args.allow_fault_injection,
         )
     )
 
@@ -163,7 +166,7 @@ async def serve(args: argparse.Namespace) -> int:
         max_queued_prompt_tokens=args.max_queued_prompt_tokens,
     )
     check_vocabulary(model, tokenizer)
-    _warn(config, tokenizer)
+    _warn(config, core, tokenizer)
     watching: list[asyncio.Task[None]] = []
 
     def begin(addresses: list[Any]) -> None:  # keys, certificate and port are fine: now the long part, the load
@@ -204,8 +207,10 @@ def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:
     log_event(log, logging.WARNING, "vocabulary", f"{text}; text that needs those beyond is refused")
 
 
-def _warn(config: ApiConfig, tokenizer: Tokenizer) -> None:
+def _warn(config: ApiConfig, core: CoreConfig, tokenizer: Tokenizer) -> None:
     """What the operator should hear now, not from a client later."""
+    if core.allow_fault_injection:
+        log_event(log, logging.WARNING, "fault_injection", "/admin/flip may damage the weights of this engine")
     if not config.eos_token_ids:
         log_event(log, logging.WARNING, "no_eos", "no EOS token is known: answers end only by max_tokens or stop")
     try:

@@ -12,7 +12,7 @@ from engine.api.body import read_json
 from engine.api.errors import ApiError, bad_request, from_engine
 from engine.api.openai import json_response
 from engine.api.probes import state
-from engine.api.schema import ChecksumRequest, DrainRequest, GoldenRequest
+from engine.api.schema import ChecksumRequest, DrainRequest, FlipRequest, GoldenRequest
 from engine.api.service import SERVICE
 from engine.errors import AdmissionError, EngineError
 from engine.log import log_event
@@ -57,6 +57,13 @@ async def checksum(request: web.Request) -> web.Response:
     """POST /admin/checksum: engine-core hashes its weight arena again."""
     await read_json(request, ChecksumRequest)
     return await _control(request, "checksum")
+
+
+async def flip(request: web.Request) -> web.Response:
+    """POST /admin/flip {"args": {"bit", "offset", "tensor"}}: damage one bit of the weights, for tests and drills. 400
+    unless the engine was started with --allow-fault-injection."""
+    args = (await read_json(request, FlipRequest)).args
+    return await _control(request, "flip", bit=args.bit, offset=args.offset, tensor=args.tensor)
 
 
 async def _control(request: web.Request, op: str, **args: Any) -> web.Response:

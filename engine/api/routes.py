@@ -56,6 +56,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/admin/undrain", admin.undrain, Access.ADMIN, schema.DrainRequest),
     Route("POST", "/admin/golden", admin.golden, Access.ADMIN, schema.GoldenRequest),
     Route("POST", "/admin/checksum", admin.checksum, Access.ADMIN, schema.ChecksumRequest),
+    Route("POST", "/admin/flip", admin.flip, Access.ADMIN, schema.FlipRequest),
 )
 
 

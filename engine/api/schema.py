@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.messages import GoldenArgs, NoArgs
+from engine.messages import FlipArgs, GoldenArgs, NoArgs
 
 _TOOLS = "tool calling is not implemented; put the tools into the prompt yourself"
 _STRUCTURED = 'structured output is not implemented; only response_format {"type": "text"}'
@@ -223,3 +223,9 @@ class ChecksumRequest(Request, kw_only=True):
     """POST /admin/checksum."""
 
     args: NoArgs | None = None
+
+
+class FlipRequest(Request, kw_only=True):
+    """POST /admin/flip."""
+
+    args: FlipArgs

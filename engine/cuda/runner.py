@@ -123,7 +123,7 @@ class CudaRunner:
         self.max_batch_tokens, self.max_model_len = sizes.max_batch_tokens, sizes.max_model_len
         self.weights_bytes, self.weights_checksum = arena_bytes, weights_checksum
         self.model, self.sizes, self.device = model, sizes, device
-        self.buffers = buffers
+        self.buffers, self._weights = buffers, weights
         self.program = Program(device.executor, model, sizes, num_pages, weights, buffers)
         self.limits = self.program.limits
         self.prepared = PreparedLaunches(device, self.program)
@@ -409,6 +409,22 @@ class CudaRunner:
         self.device.synchronize()
         actual = checksums.combine(parts, nbytes)
         return {"expected": self.weights_checksum, "actual": actual, "ok": actual == self.weights_checksum}
+
+    def tensor_offsets(self) -> dict[str, int]:
+        return {name: address - self.buffers["weights"] for name, address in self._weights.items()}
+
+    def flip_bit(self, offset: int, bit: int) -> tuple[int, int]:
+        """Two copies of one byte, in the order of the stream: what was launched before sees the old one."""
+        if not 0 <= offset < self.weights_bytes:  # beside the arena lies the KV pool of somebody's request
+            raise ValueError(f"byte {offset} is outside of the arena")
+        byte = np.zeros(1, np.uint8)
+        self.device.download(byte, self.buffers["weights"] + offset)
+        self.device.synchronize()
+        before = int(byte[0])
+        byte[0] = after = before ^ 1 << bit
+        self.device.upload(self.buffers["weights"] + offset, byte)
+        self.device.synchronize()
+        return before, after
 
 
 def groups(first: int, end: int) -> Iterable[tuple[int, int]]:

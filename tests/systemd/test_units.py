@@ -16,6 +16,8 @@ SCORES = {
     "appliance-gateway@.service": 1.3,
     "appliance-gpu-nodes.service": 2.4,
     "appliance-report@.service": 0.9,
+    "appliance-watchdog.service": 1.7,
+    "appliance-gpu-reset@.service": 2.2,
 }
 # What a unit without a special job has. A unit that differs must say so, in a line of its own with the reason above it.
 HARDENED = {
@@ -120,7 +122,7 @@ def test_the_engine_can_have_what_cuda_needs(unit: str) -> None:
     assert not any(group in line for line in filters if line.startswith("~") for group in ("@resources", "@setuid"))
 
 
-@pytest.mark.parametrize("unit", ["appliance-gpu@.service", "appliance-gateway@.service"])
+@pytest.mark.parametrize("unit", ["appliance-gpu@.service", "appliance-gateway@.service", "appliance-watchdog.service"])
 def test_restart_policy(unit: str) -> None:
     assert values(unit, "Restart") == ["on-failure"]
     assert values(unit, "RestartPreventExitStatus") == ["2 4"]
@@ -141,8 +143,26 @@ def test_stop_timeouts_are_above_the_default_drains() -> None:
     assert int(values("appliance-gateway@.service", "TimeoutStopSec")[0]) > Gateway().drain_timeout
 
 
+def test_a_reset_is_never_cut_off_and_always_put_back() -> None:
+    """Its limits are above the sum of its parts'; whatever ends it, ExecStopPost puts back; the watchdog does so after
+    a power cut; a stop of the target is no reason to end it."""
+    from healthcheck.reset_plan import CLIENT_UNITS, Limits
+
+    unit, limits = "appliance-gpu-reset@.service", Limits()
+    clients = len(CLIENT_UNITS) * limits.unit
+    assert int(values(unit, "TimeoutStartSec")[0]) > 2 * limits.free + clients + limits.reset + 4 * limits.query
+    assert int(values(unit, "TimeoutStopSec")[0]) > clients + limits.query
+    assert [command.partition(" -m ")[2] for command in values(unit, "ExecStopPost")] == [
+        "healthcheck.reset --recover --uuid %I"
+    ]
+    (before,) = values("appliance-watchdog.service", "ExecStartPre")
+    assert before.startswith("-/") and before.endswith(" -m healthcheck.reset --recover")
+    assert values(unit, "PartOf") == values(unit, "WantedBy") == []
+    assert values(unit, "Restart") == [], "one try is one attempt of the policy"
+
+
 def test_nvidia_services_are_wanted_and_followed_never_bound() -> None:
-    for unit in ("appliance-gpu@.service", "appliance-gpu-nodes.service"):
+    for unit in ("appliance-gpu@.service", "appliance-gpu-nodes.service", "appliance-watchdog.service"):
         for other in NVIDIA:
             assert other in " ".join(values(unit, "Wants")).split()
             assert other in " ".join(values(unit, "After")).split()
@@ -181,15 +201,14 @@ def test_programs_of_the_units_exist() -> None:
     """`python -P -m MODULE` of the installed venv only; -P keeps the working directory out of sys.path."""
     repository = FOLDER.parent
     for unit in SERVICES:
-        for key in ("ExecStart", "ExecStopPost", "ExecReload"):
+        for key in ("ExecStart", "ExecStartPre", "ExecStopPost", "ExecReload"):
             for command in values(unit, key):
                 if command.startswith("/bin/kill -HUP"):
                     continue
-                matched = re.fullmatch(
-                    r"\+?/usr/lib/appliance/current/venv/bin/python -P -m appliance\.(\w+)\b.*", command
-                )
+                python = "/usr/lib/appliance/current/venv/bin/python -P -m"
+                matched = re.fullmatch(rf"[+-]?{python} (appliance\.\w+|healthcheck(?:\.\w+)?)\b.*", command)
                 assert matched, command
-                module = repository / "appliance" / matched[1]
+                module = repository / matched[1].replace(".", "/")
                 assert module.is_dir() or module.with_suffix(".py").is_file(), command
 
 

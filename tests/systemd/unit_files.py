@@ -15,6 +15,7 @@ SERVICES = [name for name in UNITS if name.endswith(".service")]
 INSTANCES = {
     "appliance-gpu@.service": "appliance-gpu@0.service",
     "appliance-gateway@.service": "appliance-gateway@stable.service",
+    "appliance-gpu-reset@.service": "appliance-gpu-reset@GPU\\x2d5fd4f087\\x2d86f3.service",
     "appliance-report@.service": "appliance-report@appliance-gpu@0.service.service",
 }
 PYTHON = "usr/lib/appliance/current/venv/bin/python"
