@@ -43,9 +43,10 @@ OWNER = "watchdog"
 _MAX_REASON = 500  # what a launcher takes
 _HOLD_SECONDS = 3600.0  # the machine has its own deadlines; this ends a connection that nobody needs
 _ASK_SECONDS = 10.0
-_RESTART_SECONDS = 900.0
 _LOOK_SECONDS = 0.2
 
+Report = Callable[..., None]
+Act = Callable[[Any, Report], None]
 Levels = Callable[[int, Callable[[Found], None]], None]
 """(gpu, done): reads this GPU anew and says whether its levels allow it to serve."""
 
@@ -63,12 +64,13 @@ class Actions:
         out_of_service: Callable[[int], bool],
         levels: Levels,
     ) -> None:
-        """out_of_service: whether this slot's GPU serves nobody now (its verification includes the levels of NVML)."""
+        """out_of_service: whether this slot's GPU is under repair (its verification includes the levels of NVML)."""
         self._loop, self._paths, self._launchers = loop, paths, launchers
         self._resetter, self._emit = resetter, emit
         self._out_of_service, self._levels = out_of_service, levels
         self._verification = Verification(errands, str(paths.etc.parents[1]))
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, Lane] = {}  # what is quickly done
+        self._waits: dict[int, Lane] = {}  # for the end of what was begun so
         self._current: dict[tuple[int, str], Command] = {}  # under way
         self._looking: dict[int, Timer] = {}  # for an engine that is to become ready
         self._trouble: dict[int, str] = {}  # what was said last
@@ -76,12 +78,10 @@ class Actions:
     def perform(self, command: Command) -> bool:
         """False: it is none of ours (Reread, Alert, Record)."""
         match command:
-            case Hold():
-                self._place(command.gpu, command, self._hold)
-            case Unhold():
-                self._place(command.gpu, command, self._unhold)
+            case Hold() | Unhold():
+                self._place(command)
             case RestartEngine():
-                self._place(command.gpu, command, self._restart)
+                self._begin(command.gpu, "restart", command, self._restart)
             case SetShare():
                 self._begin(command.gpu, "share", command, self._share)
             case Warmup():
@@ -94,15 +94,12 @@ class Actions:
                 return False
         return True
 
-    def busy(self) -> bool:
-        return bool(self._current)
-
     def close(self) -> None:
         """Holds stay; what is under way is begun again by whoever comes next."""
         self._resetter.close()
 
     # -- one at a time for each GPU and kind
-    def _begin(self, gpu: int, kind: str, command: Command, act: Callable[[Any, Callable[..., None]], None]) -> None:
+    def _begin(self, gpu: int, kind: str, command: Command, act: Act) -> None:
         if self._current.get((gpu, kind)) == command:
             return
         self._current[gpu, kind] = command
@@ -116,30 +113,45 @@ class Actions:
 
         act(command, report)
 
-    def _place(self, gpu: int, command: Command, act: Callable[[Any, Callable[..., None]], None]) -> None:
-        """Where the engine is to be; what was being done with the engine that was there is over."""
+    def _place(self, command: Hold | Unhold) -> None:
+        """Where the engine is to be. What was being done about it before is over; on the way out of service also what
+        was being done with it."""
+        gpu = command.gpu
         if self._current.get((gpu, "place")) == command:
             return
-        if (timer := self._looking.pop(gpu, None)) is not None:
-            timer.cancel()
-        if not isinstance(command, Hold) or command.level == "stop":
+        self._drop(gpu, "restart")
+        self._lane(self._waits, gpu).drop("place")
+        self._stop_looking(gpu)
+        if isinstance(command, Hold) and command.level == "stop":
             self._current.pop((gpu, "engine"), None)
             self._verification.forget(gpu)
-        self._begin(gpu, "place", command, act)
+        self._begin(gpu, "place", command, self._hold if isinstance(command, Hold) else self._unhold)
+
+    def _drop(self, gpu: int, kind: str) -> None:
+        if self._current.pop((gpu, kind), None) is not None:
+            self._lane(self._lanes, gpu).drop(kind)
+
+    def _stop_looking(self, gpu: int) -> None:
+        if (timer := self._looking.pop(gpu, None)) is not None:
+            timer.cancel()
+
+    # -- launchers
+    def _lane(self, lanes: dict[int, Lane], gpu: int) -> Lane:
+        if gpu not in lanes:
+            lanes[gpu] = Lane(self._loop, self._paths.control_socket(gpu))
+        return lanes[gpu]
 
     def _ask(
-        self, gpu: int, kind: str, request: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], None],
+        self, gpu: int, kind: str, request: dict[str, Any], done: Callable[[dict[str, Any]], None],
         *, insist: bool = True,
     ) -> None:  # fmt: skip
-        lane = self._lanes.get(gpu)
-        if lane is None:
-            lane = self._lanes[gpu] = Lane(self._loop, self._paths.control_socket(gpu))
-
         def answered(reply: dict[str, Any]) -> None:
             self._trouble.pop(gpu, None)
             done(reply)
 
-        lane.ask(kind, request, seconds, answered, insist=insist, trouble=partial(self._say, gpu, request["op"]))
+        trouble = partial(self._say, gpu, request["op"])
+        lane = self._lane(self._lanes, gpu)
+        lane.ask(kind, request | {"wait": False}, _ASK_SECONDS, answered, insist=insist, trouble=trouble)
 
     def _say(self, gpu: int, op: str, error: str) -> None:
         text = f"gpu {gpu}: {op}: {error}"
@@ -147,68 +159,71 @@ class Actions:
             self._trouble[gpu] = text
             say(f"<4>{printable(text)}; tried again until it is done")
 
-    # -- launchers
-    def _hold(self, command: Hold, report: Callable[..., None]) -> None:
+    def _hold(self, command: Hold, report: Report) -> None:
         gpu = command.gpu
+        mode = command.mode if command.level == "stop" else "graceful"  # a drain waits for nobody's end but its own
         request = {
-            "op": "hold", "owner": OWNER, "reason": _reason(command.reason), "level": command.level,
-            "mode": command.mode, "wait": True, "timeout": _HOLD_SECONDS,
+            "op": "hold", "owner": OWNER, "reason": _reason(command.reason), "level": command.level, "mode": mode,
         }  # fmt: skip
 
         def held(_: dict[str, Any]) -> None:
-            if command.level == "stop":
-                report(Stopped(gpu))
-            elif self._out_of_service(gpu):
-                self._await_engine(gpu, report)
-            else:
-                report(Drained(gpu))
+            if command.level == "drain" and self._out_of_service(gpu):
+                if (gpu, "restart") in self._current:
+                    report()  # which says when the engine is ready
+                else:
+                    self._await_engine(gpu, 0.0, report)
+                return
+            end = Stopped(gpu) if command.level == "stop" else Drained(gpu)
+            waiting = request | {"wait": True, "timeout": _HOLD_SECONDS}
+            self._lane(self._waits, gpu).ask("place", waiting, _HOLD_SECONDS, lambda _: report(end))
 
-        self._ask(gpu, "place", request, _HOLD_SECONDS, held)
+        self._ask(gpu, "place", request, held)
 
-    def _unhold(self, command: Unhold, report: Callable[..., None]) -> None:
-        request = {"op": "unhold", "owner": OWNER, "wait": False}
-        self._ask(command.gpu, "place", request, _ASK_SECONDS, lambda _: report())
+    def _unhold(self, command: Unhold, report: Report) -> None:
+        self._ask(command.gpu, "place", {"op": "unhold", "owner": OWNER}, lambda _: report())
 
-    def _restart(self, command: RestartEngine, report: Callable[..., None]) -> None:
-        gpu, view = command.gpu, self._launchers.views.get(command.gpu)
-        if (
-            view is not None
-            and view.engines
-            and all(engine.state in ("starting", "loading") for engine in view.engines)
-        ):
-            self._await_engine(gpu, report)  # it died, and its launcher has begun already
-            return
-        request = {"op": "restart", "wait": True, "timeout": _RESTART_SECONDS}
-
-        def restarted(reply: dict[str, Any]) -> None:
-            report(EngineReady(gpu) if reply["ok"] else EngineFailed(gpu, str(reply.get("error"))))
-
-        self._ask(gpu, "place", request, _RESTART_SECONDS, restarted, insist=False)
-
-    def _share(self, command: SetShare, report: Callable[..., None]) -> None:
-        request = {"op": "share", "owner": OWNER, "share": command.share}
-        self._ask(command.gpu, "share", request, _ASK_SECONDS, lambda _: report())
-
-    def _await_engine(self, gpu: int, report: Callable[..., None]) -> None:
-        """Until every engine that should be there is ready, or one has failed. For how long is the machine's."""
+    def _restart(self, command: RestartEngine, report: Report) -> None:
+        gpu, after = command.gpu, command.requested
         self._launchers.look([gpu])
         view = self._launchers.views.get(gpu)
-        if view is not None and view.failed is not None:
-            report(EngineFailed(gpu, f"{view.failed.release}: {view.failed.last_exit}"))
-        elif view is not None and view.settled:
+        if view is not None and view.starting(after):
+            self._await_engine(gpu, after, report)  # it died and its launcher was faster, or this is asked again
+            return
+
+        def begun(reply: dict[str, Any]) -> None:
+            if reply["ok"]:
+                self._await_engine(gpu, after, report)
+            else:
+                report(EngineFailed(gpu, str(reply.get("error"))))
+
+        self._ask(gpu, "restart", {"op": "restart"}, begun, insist=False)
+
+    def _share(self, command: SetShare, report: Report) -> None:
+        request = {"op": "share", "owner": OWNER, "share": command.share}
+        self._ask(command.gpu, "share", request, lambda _: report())
+
+    def _await_engine(self, gpu: int, after: float, report: Report) -> None:
+        """Until every engine that should be there is ready, or one has failed. For how long is the machine's."""
+        self._stop_looking(gpu)
+        self._launchers.look([gpu])
+        view = self._launchers.views.get(gpu)
+        failed = view.failed(after) if view is not None else None
+        if failed is not None:
+            report(EngineFailed(gpu, f"{failed.release}: {failed.last_exit}"))
+        elif view is not None and view.settled(after):
             report(EngineReady(gpu))
         else:
-            self._looking[gpu] = self._loop.later(_LOOK_SECONDS, lambda: self._await_engine(gpu, report))
+            self._looking[gpu] = self._loop.later(_LOOK_SECONDS, lambda: self._await_engine(gpu, after, report))
 
     # -- engines
-    def _warm_up(self, command: Warmup, report: Callable[..., None]) -> None:
+    def _warm_up(self, command: Warmup, report: Report) -> None:
         gpu, view = command.gpu, self._launchers.views.get(command.gpu)
         if view is None:
             report(EngineFailed(gpu, "its launcher does not run"))
             return
         self._verification.warm_up(view, lambda error: report(EngineFailed(gpu, error) if error else WarmedUp(gpu)))
 
-    def _verify(self, command: Verify, report: Callable[..., None]) -> None:
+    def _verify(self, command: Verify, report: Report) -> None:
         gpu = command.gpu
 
         def finish(found: Found) -> None:
@@ -229,7 +244,7 @@ class Actions:
             engines(Found(True, ""))
 
     # -- reset
-    def _reset(self, command: ResetGpu, report: Callable[..., None]) -> None:
+    def _reset(self, command: ResetGpu, report: Report) -> None:
         def done(ok: bool, detail: str, needs: str | None, phases: dict[str, float]) -> None:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
             text = f"{detail} ({spent})" if spent else detail

@@ -16,8 +16,8 @@ from typing import Any
 
 from appliance.launcher.health import Question, Reply, StallWatch, read_health
 from appliance.launcher.loop import Loop
-from healthcheck.errand_child import UNRECORDED
 from healthcheck.engines import EngineView, LauncherView
+from healthcheck.errand_child import UNRECORDED
 from healthcheck.errands import Errands
 from healthcheck.types import Check, Signal, Status
 

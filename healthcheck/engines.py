@@ -27,6 +27,7 @@ class EngineView:
     admitted: bool  # takes requests
     problem: str | None  # ready, but not on this GPU
     pid: int | None
+    since: float  # UTC seconds: when it came into this state
     restarts: int
     last_exit: str | None
 
@@ -46,20 +47,24 @@ class LauncherView:
     holds: frozenset[str]
     share: float
 
-    @property
-    def settled(self) -> bool:
-        """Every engine that a slot names is ready, and no other is on its way."""
+    def settled(self, after: float = 0.0) -> bool:
+        """Every engine that a slot names is ready, and no other is on its way. `after`: started anew since then."""
         there = {engine.release for engine in self.engines}
-        return self.wanted <= there and all(engine.ready for engine in self.engines)
+        return self.wanted <= there and all(engine.ready and engine.since >= after for engine in self.engines)
+
+    def starting(self, after: float) -> bool:
+        """All engines are on their way, or have come up since `after`."""
+        begun = (engine.state in ("starting", "loading") or engine.since >= after for engine in self.engines)
+        return bool(self.engines) and all(begun) and self.failed(after) is None
 
     @property
     def serves(self) -> bool:
         return any(engine.admitted for engine in self.engines)
 
-    @property
-    def failed(self) -> EngineView | None:
-        """One that its launcher has given up."""
-        return next((engine for engine in self.engines if engine.state == "failed"), None)
+    def failed(self, after: float = 0.0) -> EngineView | None:
+        """One that its launcher has given up since `after`."""
+        gone = (engine for engine in self.engines if engine.state == "failed" and engine.since >= after)
+        return next(gone, None)
 
 
 @dataclass(slots=True)
@@ -104,7 +109,7 @@ def _launcher(gpu: int, state: dict[str, Any]) -> LauncherView:
 
 
 def _engine(entry: dict[str, Any]) -> EngineView:
-    pid, restarts, socket = entry.get("pid"), entry.get("restarts"), entry.get("socket")
+    pid, restarts, socket, since = (entry.get(key) for key in ("pid", "restarts", "socket", "since"))
     return EngineView(
         release=_text(entry.get("release")) or "?",
         model=_text(entry.get("model")),
@@ -113,6 +118,7 @@ def _engine(entry: dict[str, Any]) -> EngineView:
         admitted=entry.get("admitted") is True,
         problem=_text(entry.get("problem")),
         pid=pid if type(pid) is int else None,
+        since=float(since) if isinstance(since, (int, float)) else 0.0,
         restarts=restarts if type(restarts) is int else 0,
         last_exit=_text(entry.get("last_exit")),
     )

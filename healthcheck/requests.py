@@ -1,16 +1,17 @@
 """What may be asked of the watchdog over its control socket, paths.watchdog_control: root everything, others "status".
 
-  status                          -> {"state": the document}
-  check        {"golden"}         looks at everything now -> {"state"} when that is done
-  set-healthy  {"gpu", "reason"}
-  maintenance  {"on", "reason"}
-  inject       {"gpu", "key", "detail"}      refused unless the watchdog was started for tests
+status                          -> {"state": the document}
+check        {"golden"}         looks at everything now -> {"state"} when that is done
+set-healthy  {"gpu", "reason"}
+maintenance  {"on", "reason"}
+inject       {"gpu", "key", "detail"}      refused unless the watchdog was started for tests
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from appliance.launcher.control_server import Client, failure
@@ -54,7 +55,7 @@ def _check(service: Service, arguments: Arguments, client: Client, timeout: floa
     left = {gpu.uuid for gpu in service.host.gpus.values()}
     until = service.loop.time() + timeout
     for uuid in list(left):
-        service.probes.reread(uuid, lambda _, uuid=uuid: left.discard(uuid))
+        service.probes.reread(uuid, partial(_done, left, uuid))
     for probe in service.engines.values() if golden else ():
         probe.compare_all()
 
@@ -71,6 +72,10 @@ def _check(service: Service, arguments: Arguments, client: Client, timeout: floa
             service.loop.later(_CHECK_POLL, look)
 
     look()
+
+
+def _done(left: set[str], uuid: str, _: int | None) -> None:
+    left.discard(uuid)
 
 
 def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:

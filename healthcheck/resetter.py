@@ -1,8 +1,8 @@
 """Has one GPU reset by its unit, appliance-gpu-reset@UUID.service, and waits for the result it leaves.
 
-NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at twice a second, and
-the unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the answer also
-when a watchdog that died meanwhile had asked for it.
+NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at five times a second,
+and the unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the answer,
+also when a watchdog that died meanwhile had asked for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from appliance.statefile import read_state
 from healthcheck.errands import Errands
 
 SCHEMA = 1  # of the result: healthcheck/reset.py
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 UNIT_SECONDS = 5.0
 _ERRAND_SECONDS = 15.0
 _CLOCK_SLACK = 0.01  # times are rounded to a millisecond

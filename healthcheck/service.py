@@ -1,7 +1,7 @@
 """The watchdog's loop: signals and answers go into the state machine, its commands come out and are carried out.
 
-One thread. post(event) -> machine.step -> the ledger on disk -> commands (actions.py, probes) -> answers as events. What
-is on disk is enough to go on after a kill at any moment: start() gives the commands of the state that each GPU is in.
+One thread. post(event) -> machine.step -> the ledger on disk -> commands (actions.py, probes) -> answers as events.
+What is on disk is enough to go on after a kill at any moment: start() gives the commands of each GPU's state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from healthcheck.actions import Actions
 from healthcheck.engine_probe import EngineProbe
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
-from healthcheck.ledger import Ledger
-from healthcheck.machine import resume, step
+from healthcheck.keeper import Keeper
+from healthcheck.machine import start, step
 from healthcheck.machine_types import (
     OUT,
     Alert,
@@ -33,12 +33,12 @@ from healthcheck.machine_types import (
     Event,
     Hold,
     HostState,
-    Rebooted,
     Rechecked,
     Record,
     Reread,
     ResetDone,
     SignalSeen,
+    State,
     Tick,
     Verified,
 )
@@ -51,6 +51,7 @@ from healthcheck.types import Action, Signal
 from healthcheck.verification import Found
 
 _TICK = 1.0  # s: launchers' files, deadlines of the machine
+_AFTER = 0.005  # s: a deadline is over then, also by a clock that was rounded
 _PING = 5.0  # s at most between two WATCHDOG=1
 _MAX_EVENTS = 10_000  # in one go: more is a machine that talks to itself
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -71,7 +72,7 @@ class Service:
         paths: Paths,
         loop: Loop,
         policy: Policy,
-        ledger: Ledger,
+        keeper: Keeper,
         notifier: Notifier,
         make_probes: Callable[[Service], Probes],
         *,
@@ -83,9 +84,9 @@ class Service:
     ) -> None:
         """test: faults may be injected. StateError where the ledger cannot be understood."""
         self.paths, self.loop, self.policy, self.backend, self.test = paths, loop, policy, backend, test
-        self.schedule, self._notifier, self._ledger = schedule, notifier, ledger
+        self.schedule, self._notifier, self._keeper = schedule, notifier, keeper
         self.boot_id = boot_id or _BOOT_ID.read_text().strip()
-        self.host: HostState = ledger.load()
+        self.host: HostState = keeper.load()
         self.counters = Counters()
         self.alerts: deque[dict[str, Any]] = deque(maxlen=20)
         self.launchers = Launchers(paths)
@@ -103,23 +104,30 @@ class Service:
         self._waiting: list[Command] = []  # for the ledger
         self._handling = False
         self._publish: Timer | None = None
+        self._deadline = Timer(0, self.changed)  # the next of the machine's, if it is near
         self.saved = True
         self._ready = False
+        self._adopting = ""  # why further slots could not be read
 
     # -- start and end
     def start(self) -> None:
+        self._bound()
         self._look()
-        for slot in self.host.gpus:
-            self._engine_probe(slot)
         self.event("watchdog_started", boot_id=self.boot_id, nvml=self.probes.kind, test=self.test or None)
-        if self.host.boot_id != self.boot_id:
-            self.post(Rebooted(self.boot_id))
-        self._perform(resume(self.host, time.time(), self.boot_id))
+        self.host, commands = start(self.host, time.time(), self.boot_id, self.policy)
+        self._perform(commands)
         self.probes.start(self._first_look)
         self._tick()
         self._beat()
         self._probe()
         self._ping()
+
+    def _bound(self) -> None:
+        """The slots of the ledger, each with its probe."""
+        self.probes.bound({gpu.uuid: slot for slot, gpu in self.host.gpus.items()})
+        for slot in self.host.gpus:
+            if slot not in self.engines:
+                self._engine_probe(slot)
 
     def _engine_probe(self, slot: int) -> None:
         self.engines[slot] = EngineProbe(
@@ -162,11 +170,21 @@ class Service:
                 raise RuntimeError(f"the machine does not come to rest: {self._events[0]}")
         finally:
             self._handling = False
+        self._arm()
         self.changed()
 
+    def _arm(self) -> None:
+        """A tick at the next deadline of the machine, where that is sooner than the usual one."""
+        self._deadline.cancel()
+        now = time.time()
+        waiting = [gpu.deadline - now for gpu in self.host.gpus.values() if gpu.deadline is not None]
+        soon = min((seconds for seconds in waiting if 0 < seconds < _TICK), default=None)
+        if soon is not None:
+            self._deadline = self.loop.later(soon + _AFTER, lambda: self.post(Tick(*self._load())))
+
     def _handle(self, event: Event) -> None:
-        self.host, commands = step(self.host, event, time.time(), self.policy)
         self._count(event)
+        self.host, commands = step(self.host, event, time.time(), self.policy)
         self._perform(commands)
 
     def _count(self, event: Event) -> None:
@@ -203,7 +221,7 @@ class Service:
 
     def _save(self) -> None:
         try:
-            self._ledger.save(self.host)
+            self._keeper.save(self.host)
         except (OSError, ApplianceError) as error:
             if self.saved:
                 self.counters.ledger.inc()
@@ -250,10 +268,7 @@ class Service:
 
     def _out_of_service(self, gpu: int) -> bool:
         entry = self.host.gpus.get(gpu)
-        return entry is not None and entry.state in OUT and not self._draining(gpu)
-
-    def _draining(self, gpu: int) -> bool:
-        return self.host.gpus[gpu].state == "DRAINING"
+        return entry is not None and entry.state in OUT and entry.state is not State.DRAINING
 
     def _levels(self, gpu: int, done: Callable[[Found], None]) -> None:
         """Whether what NVML says of this GPU now allows it to serve: no level that the policy would act on."""
@@ -273,11 +288,26 @@ class Service:
 
     # -- time
     def _tick(self) -> None:
+        self._adopt()
         self._look()
         self.post(Tick(*self._load()))
         if not self.saved:
             self._perform([])
         self.loop.later(_TICK, self._tick)
+
+    def _adopt(self) -> None:
+        try:
+            host = self._keeper.adopt(self.host)
+        except (OSError, ApplianceError) as error:  # somebody else's file is not ours to judge every second
+            if str(error) != self._adopting:
+                say(f"<4>{self.paths.gpus}: {error}")
+            self._adopting = str(error)
+            return
+        self._adopting = ""
+        if host is not self.host:
+            self.host = host
+            self.event("watchdog_adopted", slots=sorted(host.gpus))
+            self._bound()
 
     def _look(self) -> None:
         slots = list(self.host.gpus)
