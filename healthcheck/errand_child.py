@@ -13,6 +13,7 @@ a deadline and kills this process when it is late, so nothing here needs one of 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -111,7 +112,11 @@ def main() -> int:
         answer = {"ok": False, "error": error.message}
     except OSError as error:
         answer = {"ok": False, "error": f"{error.filename or request['op']}: {error.strerror or error}"}
-    json.dump(answer, sys.stdout)
+    try:
+        print(json.dumps(answer), flush=True)
+    except BrokenPipeError:  # the watchdog has ended: nobody wants to know
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

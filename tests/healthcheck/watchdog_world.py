@@ -35,6 +35,7 @@ backend = "cpu"
 cpu_slots = {gpus}
 [engine]
 drain_timeout = 2
+arguments = ["--allow-fault-injection"]
 """
 # Times of the state machine, short: what they are is the policy's own test.
 POLICY = """
@@ -52,7 +53,7 @@ reset = 20.0
 start = 60.0
 warmup = 60.0
 verify = 60.0
-probation = 1.0
+probation = 0.6
 mute_after_reset = 0.5
 reissue = 3.0
 """
