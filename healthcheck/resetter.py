@@ -1,8 +1,8 @@
 """Has one GPU reset by its unit, appliance-gpu-reset@UUID.service, and waits for the result it leaves.
 
-NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at every 200 ms, and the
-unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the answer, also
-when a watchdog that died meanwhile had asked for it.
+NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at every 200 ms,
+and the unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the
+answer, also when a watchdog that died meanwhile had asked for it.
 """
 
 from __future__ import annotations

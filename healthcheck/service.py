@@ -107,6 +107,8 @@ class Service:
         self._deadline = Timer(0, self.changed)  # the next of the machine's, if it is near
         self.saved = True
         self._ready = False
+        self._shown = self.host
+        self._said = ""  # to systemd
         self._adopting = ""  # why further slots could not be read
 
     # -- start and end
@@ -171,7 +173,9 @@ class Service:
         finally:
             self._handling = False
         self._arm()
-        self.changed()
+        if self._shown is not self.host:
+            self._shown = self.host
+            self.changed()
 
     def _arm(self) -> None:
         """A tick at the next deadline of the machine, where that is sooner than the usual one."""
@@ -303,6 +307,8 @@ class Service:
                 say(f"<4>{self.paths.gpus}: {error}")
             self._adopting = str(error)
             return
+        self._shown = self.host
+        self._said = ""  # to systemd
         self._adopting = ""
         if host is not self.host:
             self.host = host
@@ -346,7 +352,8 @@ class Service:
     def _publish_now(self) -> None:
         self._publish = None
         status = self.publisher.now()
-        self._notifier.send(STATUS=status)
+        if status != self._said and (self._notifier.send(STATUS=status) or not self._notifier.present):
+            self._said = status
 
     @property
     def pid(self) -> int:
