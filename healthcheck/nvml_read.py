@@ -274,7 +274,7 @@ _FACTS: dict[str, Callable[[Any, Any], Value]] = {
     "minor": lambda nvml, handle: int(nvml.nvmlDeviceGetMinorNumber(handle)),
 }
 
-# The recovery action first: NVIDIA's own answer, also where the GPU is lost in the middle of the reading. nvml.h: uiVal.
+# The recovery action first: NVIDIA's own answer, also where the GPU is lost during the reading. It is in uiVal: nvml.h.
 READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     _field("recovery_action", "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", member="uiVal"),
     (("ecc_mode", "ecc_mode_pending"), _ecc_mode),

@@ -106,7 +106,7 @@ class ScriptedBackend:
         fields: dict[str, Value] = HEALTHY | {"pci": one.get("pci")} | one.get("fields", {})
         for name, rate in one.get("per_second", {}).items():
             fields[name] = int(float(fields.get(name) or 0) + rate * (time.time() - self._since))
-        unknown = {name: "not supported" for name in (*UNSUPPORTED, *one.get("unsupported", ()))}
+        unknown = dict.fromkeys((*UNSUPPORTED, *one.get("unsupported", ())), "not supported")
         unknown = {name: why for name, why in unknown.items() if name not in one.get("fields", {})}
         if error == "gpu_is_lost":
             unknown = {name: "gpu_is_lost: GPU is lost" for name in fields if name not in ("pci", "minor", "name")}
