@@ -13,10 +13,11 @@ import os
 import pwd
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from appliance.arguments import seconds
-from appliance.hostconfig import HostConfigError, load_config
+from appliance.hostconfig import HostConfig, HostConfigError, load_config
 from appliance.launcher.control_server import ControlServer
 from appliance.launcher.loop import Loop
 from appliance.log import ApplianceError, BusyError, ExitCode, report_error
@@ -27,7 +28,7 @@ from healthcheck import requests
 from healthcheck.http_server import HttpServer
 from healthcheck.keeper import Keeper
 from healthcheck.policy import load_policy
-from healthcheck.probes import NoProbes
+from healthcheck.probes import NoProbes, Probes
 from healthcheck.service import Schedule, Service
 
 
@@ -36,7 +37,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     default = Schedule()
     parser.add_argument("--user", default="appliance", help="who, besides root, may ask for the state (%(default)s)")
     parser.add_argument(
-        "--interval", type=seconds(0.2, 3600), default=default.probe, help="s between probes (%(default)g)"
+        "--interval", type=seconds(0.2, 3600), help="s between probes (the policy's [limits] probe_interval)"
     )
     parser.add_argument(
         "--heartbeat", type=seconds(0.1, 3600), default=default.heartbeat, help="s: of engines (%(default)g)"
@@ -48,6 +49,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     tests = parser.add_argument_group("tests only")
     tests.add_argument("--test", action="store_true", help="faults may be injected")
     tests.add_argument("--scripted-nvml", type=Path, metavar="FILE", help="a file tells what NVML says; implies --test")
+    tests.add_argument("--kmsg", type=Path, default=Path("/dev/kmsg"), help="the kernel's log (%(default)s)")
     return parser.parse_args(argv)
 
 
@@ -70,13 +72,25 @@ def find_user(name: str) -> tuple[int, int]:
     return entry.pw_uid, entry.pw_gid
 
 
+def make_probes(config: HostConfig, args: argparse.Namespace, service: Service) -> Probes:
+    """Backend cpu has no NVML and no GPU in the kernel's log, unless a script plays them."""
+    if config.gpus.backend == "cpu" and args.scripted_nvml is None:
+        return NoProbes(service.loop)
+    from healthcheck.gpu_probes import GpuProbes
+
+    return GpuProbes(
+        service.loop, service.limits, service.paths.watchdog_memory, service.signal, service.changed,
+        service.counters, script=args.scripted_nvml, kmsg=args.kmsg,
+    )  # fmt: skip
+
+
 def run(paths: Paths, args: argparse.Namespace) -> int:
     lock(paths)
     config, policy = load_config(paths.config), load_policy(paths.healthcheck_config)
     (uid, group), loop = find_user(args.user), Loop()
     schedule = Schedule(args.interval, args.heartbeat, args.golden_interval)
     service = Service(
-        paths, loop, policy, Keeper(paths.gpus), Notifier(), lambda service: NoProbes(loop),
+        paths, loop, policy, Keeper(paths.gpus), Notifier(), partial(make_probes, config, args),
         backend=config.gpus.backend, schedule=schedule, stall_timeout=config.engine.stall_timeout,
         test=args.test or args.scripted_nvml is not None,
     )  # fmt: skip

@@ -35,8 +35,8 @@ class Probes(Protocol):
     def levels(self, uuid: str) -> list[Signal]:
         """What the last reading says of this GPU as it is now (not what changed since the one before)."""
 
-    def verdict(self, uuid: str) -> Found:
-        """Whether the last reading is one: a GPU that was not read is verified by nothing."""
+    def verdict(self, uuid: str, since: float) -> Found:
+        """Whether there is a reading from `since` (UTC seconds) on: a GPU that was not read is verified by nothing."""
 
     def checks(self, uuid: str) -> list[Check]: ...
 
@@ -75,7 +75,7 @@ class NoProbes:
     def levels(self, uuid: str) -> list[Signal]:
         return []
 
-    def verdict(self, uuid: str) -> Found:
+    def verdict(self, uuid: str, since: float) -> Found:
         return Found(True, "")
 
     def checks(self, uuid: str) -> list[Check]:

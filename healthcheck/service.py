@@ -25,6 +25,7 @@ from healthcheck.engine_probe import EngineProbe
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
 from healthcheck.keeper import Keeper
+from healthcheck.limits import read_limits
 from healthcheck.machine import start, step
 from healthcheck.machine_types import (
     OUT,
@@ -53,15 +54,30 @@ from healthcheck.verification import Found
 _TICK = 1.0  # s: launchers' files, deadlines of the machine
 _AFTER = 0.005  # s: a deadline is over then, also by a clock that was rounded
 _PING = 5.0  # s at most between two WATCHDOG=1
+_NEW_AFTER, _TELL_AGAIN = 180.0, 3600.0  # s: a signal that was away; one that stays
 _MAX_EVENTS = 10_000  # in one go: more is a machine that talks to itself
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class News:
+    """What is worth a line in the log: a level that lasts is signalled at every reading."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str | None, str], tuple[float, float]] = {}  # -> last seen, last told
+
+    def tell(self, signal: Signal) -> bool:
+        key = signal.uuid, signal.key
+        seen, told = self._told.get(key, (float("-inf"), float("-inf")))
+        again = signal.at - seen > _NEW_AFTER or signal.at - told > _TELL_AGAIN or signal.at < seen
+        self._told[key] = signal.at, signal.at if again else told
+        return again
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Seconds between two looks."""
 
-    probe: float = 30.0
+    probe: float | None = None  # the policy's [limits] probe_interval
     heartbeat: float = 5.0
     golden: float = 600.0
 
@@ -84,6 +100,7 @@ class Service:
     ) -> None:
         """test: faults may be injected. StateError where the ledger cannot be understood."""
         self.paths, self.loop, self.policy, self.backend, self.test = paths, loop, policy, backend, test
+        self.limits = read_limits(policy.limits)
         self.schedule, self._notifier, self._keeper = schedule, notifier, keeper
         self.boot_id = boot_id or _BOOT_ID.read_text().strip()
         self.host: HostState = keeper.load()
@@ -108,6 +125,7 @@ class Service:
         self.saved = True
         self._ready = False
         self._shown = self.host
+        self._news = News()
         self._said = ""  # to systemd
         self._adopting = ""  # why further slots could not be read
 
@@ -204,7 +222,8 @@ class Service:
         """From a probe."""
         gpu = self.slot(signal.uuid)
         self.counters.signal("" if gpu is None else str(gpu), signal.key)
-        self.event("watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail)
+        if self._news.tell(signal):
+            self.event("watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail)
         self.post(SignalSeen(signal))
 
     def slot(self, uuid: str | None) -> int | None:
@@ -276,14 +295,14 @@ class Service:
 
     def _levels(self, gpu: int, done: Callable[[Found], None]) -> None:
         """Whether what NVML says of this GPU now allows it to serve: no level that the policy would act on."""
-        uuid = self.host.gpus[gpu].uuid
+        uuid, since = self.host.gpus[gpu].uuid, time.time()
 
         def look(_: int | None) -> None:
             bad = [signal for signal in self.probes.levels(uuid) if self._acts(signal)]
             if bad:
                 done(Found(False, f"{bad[0].key}: {bad[0].detail}", bad[0].key))
             else:
-                done(self.probes.verdict(uuid))
+                done(self.probes.verdict(uuid, since))
 
         self.probes.reread(uuid, look)
 
@@ -308,6 +327,7 @@ class Service:
             self._adopting = str(error)
             return
         self._shown = self.host
+        self._news = News()
         self._said = ""  # to systemd
         self._adopting = ""
         if host is not self.host:
@@ -335,7 +355,7 @@ class Service:
 
     def _probe(self) -> None:
         self.probes.look()
-        self.loop.later(self.schedule.probe, self._probe)
+        self.loop.later(self.schedule.probe or self.limits.probe_interval, self._probe)
 
     def _ping(self) -> None:
         """From the loop itself: it has come round."""
