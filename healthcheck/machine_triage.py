@@ -40,7 +40,9 @@ def signal(turn: Turn, seen: Signal) -> None:
         return  # the same level, read again
     if (rule.shared or rule.peers) and max(rule.action, rule.fallback or Action.NONE) >= Action.RESTART_ENGINE:
         turn.failures.append((turn.now, state.gpu, seen.key))
-    _note(turn, state.gpu, seen)
+    new = _note(turn, state.gpu, seen)
+    if new and state.state is State.SUSPECT and state.stage == "waiting":  # else the decision tells
+        turn.alert(state.gpu, seen.key, f"GPU {state.gpu}, which waits for a human or its turn: {rule.title}")
     triage(turn, state.gpu)
 
 
@@ -76,8 +78,6 @@ def _note(turn: Turn, gpu: int, seen: Signal) -> bool:
 # ------------------------------------------------------------------------------------------------------ what to do
 def triage(turn: Turn, gpu: int) -> None:
     """Asks what has to be asked; decides as soon as nothing more can change the answer."""
-    if turn.gpus[gpu].state is State.SUSPECT and turn.gpus[gpu].stage == "waiting":
-        return decide(turn, gpu)
     _ask(turn, gpu)
     until = _until(turn, gpu)
     if until is None or until <= turn.now:
