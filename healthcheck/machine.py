@@ -245,7 +245,7 @@ def _set_healthy(turn: Turn, gpu: int, reason: str) -> None:
     turn.halt = None
     if state.state is State.QUARANTINED:
         if turn.resetting == gpu:
-            turn.resetting = None  # a human has looked
+            turn.resetting = None  # a human has looked; the CLI refuses while the unit is active
         turn.update(gpu, attempts=(), repaired=turn.now)
         repair.warm_up(turn, gpu, f"set healthy: {reason}")
     elif state.state is State.SUSPECT:

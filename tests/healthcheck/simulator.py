@@ -27,8 +27,8 @@ from healthcheck.machine_types import (
     Incident,
     MaintenanceOff,
     MaintenanceOn,
-    Record,
     Rechecked,
+    Record,
     Reread,
     ResetDone,
     ResetGpu,
@@ -430,16 +430,18 @@ class World:
             if state.state is State.SUSPECT:
                 self.require(state.stage == "waiting", f"GPU {number} is left {state.stage} in SUSPECT")
             if gpu.fault is not None and gpu.fault.needs_telling:
-                after = {alert.gpu for at, alert in self.alerts if at >= gpu.fault.began - 1}
-                lasting = self._probe(gpu) or (gpu.fault.answers and gpu.admitted(self.now))
-                known = (
-                    number in after
-                    or None in after
-                    or state.state is State.QUARANTINED
-                    or state.owed is not None
-                    or not lasting
-                )
-                self.require(known, f"GPU {number} has {gpu.fault.kind!r} and nobody was told")
+                self.require(self._known(gpu, gpu.fault), f"GPU {number} has {gpu.fault.kind!r} and nobody was told")
+
+    def _known(self, gpu: Gpu, fault: Fault) -> bool:
+        """Whether people know of a fault, if it can be seen at all."""
+        state = self.host.gpus[gpu.number]
+        after = {alert.gpu for at, alert in self.alerts if at >= fault.began - 1}
+        if gpu.number in after or None in after or state.state is State.QUARANTINED or state.owed is not None:
+            return True
+        if fault.answers:
+            return not gpu.admitted(self.now)  # else the golden probe sees it
+        waits = {item.key for item in state.incident.seen} if state.incident and state.stage == "waiting" else set()
+        return not self._probe(gpu) or waits.issuperset(fault.levels)
 
     # ------------------------------------------------------------------------------------------------------- what comes
     def strike(self, number: int, fault: Fault) -> None:
@@ -503,7 +505,10 @@ def _something(world: World, rng: random.Random) -> None:
     elif roll < 0.88:
         world.feed(MaintenanceOn("upgrade") if world.host.maintenance is None else MaintenanceOff("done"))
     elif roll < 0.93:
-        world.gpus[number].resets.clear()  # a human takes the responsibility
+        gpu = world.gpus[number]
+        if world.host.gpus[number].state is not State.RESETTING:
+            gpu.resets.clear()  # a human takes the responsibility, and stops a reset that hangs
+            gpu.reset_ends = None
         world.feed(SetHealthy(number, "looked at it"))
     elif roll < 0.97:
         world.reboot()
