@@ -107,3 +107,17 @@ def _convert(path: Path, place: str, value: Any, kind: type[Any]) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise StateError(f"{path}: {place}: {error}", hint=_HINT) from None
+
+
+def worth_writing(before: HostState, after: HostState) -> bool:
+    """Whether a crash now would lose more than times that come again (of alerts, of repeated commands)."""
+    if any(getattr(before, name) != getattr(after, name) for name in _HOST if name != "alerts"):
+        return True
+    if before.gpus.keys() != after.gpus.keys():
+        return True
+    pairs = ((before.gpus[slot], gpu) for slot, gpu in after.gpus.items())
+    return any(one is not other and _essence(one) != _essence(other) for one, other in pairs)
+
+
+def _essence(gpu: GpuState) -> GpuState:
+    return replace(gpu, issued=0.0, idle_since=None)

@@ -11,6 +11,7 @@ from healthcheck import machine_repair as repair
 from healthcheck import machine_triage as triage
 from healthcheck.machine_turn import Turn
 from healthcheck.machine_types import (
+    Alert,
     Command,
     Drained,
     EngineFailed,
@@ -50,23 +51,24 @@ def step(host: HostState, event: Event, now: float, policy: Policy) -> tuple[Hos
 
 def start(host: HostState, now: float, boot_id: str, policy: Policy) -> tuple[HostState, list[Command]]:
     """What the service begins with: after a crash the commands of the states that the GPUs are in, or Rebooted."""
-    if host.boot_id == boot_id:
-        return host, resume(host, now, policy)
-    if host.boot_id:
+    if host.boot_id and host.boot_id != boot_id:
         return step(host, Rebooted(boot_id), now, policy)
     turn = Turn(host, now, policy)
     turn.boot_id = boot_id
-    first = turn.result()
-    return first, resume(first, now, policy)
+    turn.alerts.clear()  # one may have been lost in the crash: rather twice than never
+    turn.commands += resume(host, now, policy)
+    return turn.result(), turn.commands
 
 
 def resume(host: HostState, now: float, policy: Policy) -> list[Command]:
-    """The commands of the states that the GPUs are in, after a crash within one boot. All levels are read again: what
-    happened meanwhile left no event."""
+    """The commands of the states that the GPUs are in, after a crash within one boot; people are told again of what
+    waits for them. All levels are read again: what happened meanwhile left no event."""
     turn = Turn(host, now, policy)
     commands: list[Command] = []
+    if host.halt is not None:
+        commands.append(Alert(None, f"automation is stopped: {host.halt.reason}", "halted"))
     for gpu in turn.gpus.values():
-        commands += repair.commands_of(turn, gpu)
+        commands += repair.alerts_of(gpu) + repair.commands_of(turn, gpu)
         if gpu.state is not State.RESETTING:
             commands.append(Reread(gpu.uuid))
     return commands
@@ -189,9 +191,11 @@ def _tick(turn: Turn, tick: Tick) -> None:
 
 
 def _note_idle(turn: Turn, gpu: int, tick: Tick) -> None:
-    busy = None if tick.in_flight is None else tick.in_flight.get(gpu)
-    since = turn.gpus[gpu].idle_since
-    turn.update(gpu, idle_since=(turn.now if since is None else min(since, turn.now)) if busy == 0 else None)
+    idle = tick.in_flight is not None and tick.in_flight.get(gpu) == 0
+    before = turn.gpus[gpu].idle_since
+    since = (turn.now if before is None else min(before, turn.now)) if idle else None
+    if since != before:
+        turn.update(gpu, idle_since=since)
 
 
 def _good_time(turn: Turn, state: GpuState) -> bool:
@@ -241,7 +245,7 @@ def _set_healthy(turn: Turn, gpu: int, reason: str) -> None:
     turn.halt = None
     if state.state is State.QUARANTINED:
         if turn.resetting == gpu:
-            turn.resetting = None  # a human has looked
+            turn.resetting = None  # a human has looked; the CLI refuses while the unit is active
         turn.update(gpu, attempts=(), repaired=turn.now)
         repair.warm_up(turn, gpu, f"set healthy: {reason}")
     elif state.state is State.SUSPECT:
@@ -305,5 +309,5 @@ def _rebooted(turn: Turn, boot_id: str) -> None:
                 repair.close(turn, gpu, "rebooted")
             elif state.state is State.MAINTENANCE and state.paused in (*in_work, State.SUSPECT):
                 turn.update(gpu, paused=State.WARMUP if state.held else State.HEALTHY)
-            turn.commands += repair.commands_of(turn, turn.gpus[gpu])
+            turn.commands += repair.alerts_of(turn.gpus[gpu]) + repair.commands_of(turn, turn.gpus[gpu])
         turn.commands.append(Reread(state.uuid))

@@ -226,11 +226,24 @@ def quarantine(turn: Turn, gpu: int, needs: Needs, why: str) -> None:
     turn.update(gpu, held=True, owed=None, paused=None)
     turn.move(gpu, State.QUARANTINED, why, needs=needs)
     turn.commands.append(hold(turn.gpus[gpu]))
-    alert = f"GPU {gpu} ({turn.gpus[gpu].uuid}) is quarantined, needs {needs}: {why}"
-    turn.commands.append(Alert(gpu, alert, "quarantined"))  # never taken for a duplicate
+    turn.commands += alerts_of(turn.gpus[gpu])  # never taken for a duplicate
 
 
 # --------------------------------------------------------------------------------------------- what a state is about
+def alerts_of(state: GpuState) -> list[Command]:
+    """What people have to know of a GPU that waits for them, or for a better time."""
+    gpu = state.gpu
+    if state.state is State.QUARANTINED:
+        return [
+            Alert(gpu, f"GPU {gpu} ({state.uuid}) is quarantined, needs {state.needs}: {state.reason}", "quarantined")
+        ]
+    if state.state is State.SUSPECT and state.stage == "waiting":
+        return [Alert(gpu, f"GPU {gpu}: {state.reason}", "waiting")]
+    if state.owed is not None:
+        return [Alert(gpu, f"GPU {gpu} serves on, a repair is owed: {text(state.owed)}", "owed")]
+    return []
+
+
 def text(incident: Incident) -> str:
     return f"{incident.cause}: {incident.detail}" if incident.detail else incident.cause
 

@@ -36,11 +36,14 @@ def signal(turn: Turn, seen: Signal) -> None:
         if rule.action == Action.ALERT:
             turn.alert(state.gpu, seen.key, f"GPU {state.gpu}: {rule.title}: {seen.detail}")
         return
-    if state.owed is not None and rule.action <= state.owed.action and rule.action == Action.DEFERRED_RESET:
+    owed = state.owed is not None and rule.deferrable and rule.action <= state.owed.action
+    if owed and not turn.policy.waits(seen.key):
         return  # the same level, read again
     if (rule.shared or rule.peers) and max(rule.action, rule.fallback or Action.NONE) >= Action.RESTART_ENGINE:
         turn.failures.append((turn.now, state.gpu, seen.key))
-    _note(turn, state.gpu, seen)
+    new = _note(turn, state.gpu, seen)
+    if new and state.state is State.SUSPECT and state.stage == "waiting":  # else the decision tells
+        turn.alert(state.gpu, seen.key, f"GPU {state.gpu}, which waits for a human or its turn: {rule.title}")
     triage(turn, state.gpu)
 
 
@@ -76,8 +79,6 @@ def _note(turn: Turn, gpu: int, seen: Signal) -> bool:
 # ------------------------------------------------------------------------------------------------------ what to do
 def triage(turn: Turn, gpu: int) -> None:
     """Asks what has to be asked; decides as soon as nothing more can change the answer."""
-    if turn.gpus[gpu].state is State.SUSPECT and turn.gpus[gpu].stage == "waiting":
-        return decide(turn, gpu)
     _ask(turn, gpu)
     until = _until(turn, gpu)
     if until is None or until <= turn.now:
@@ -93,12 +94,13 @@ def triage(turn: Turn, gpu: int) -> None:
 
 def _ask(turn: Turn, gpu: int) -> None:
     state, incident = turn.gpus[gpu], turn.incident(gpu)
-    rules = [turn.policy.rule(item.key) for item in incident.seen]
-    worth = any(max(rule.action, rule.fallback or Action.NONE) >= Action.RESTART_ENGINE for rule in rules)
-    if incident.reread is None and (worth or any(rule.recheck for rule in rules)):
+    rules = {item.key: turn.policy.rule(item.key) for item in incident.seen}
+    # After an event the levels may be stronger; a level was read together with all others just now.
+    worth = any(rule.action >= Action.RESTART_ENGINE and key.startswith("xid:") for key, rule in rules.items())
+    if incident.reread is None and (worth or any(rule.recheck for rule in rules.values())):
         incident = turn.amend(gpu, reread=turn.now)
         turn.commands.append(Reread(state.uuid))
-    doubtful = [item.key for item in incident.seen if turn.policy.rule(item.key).peers]
+    doubtful = [key for key, rule in rules.items() if rule.peers]
     if incident.peers is None and doubtful and not any(same_elsewhere(turn, gpu, key) for key in doubtful):
         turn.amend(gpu, peers=turn.now)
         others = tuple(other.gpu for other in turn.gpus.values() if other.gpu != gpu and turn.serves(other))
