@@ -13,6 +13,7 @@ import yaml
 
 from appliance.cli import COMMANDS
 from appliance.gateway.engine_metrics import LABELS
+from appliance.golden import Verdict
 from appliance.paths import SLOT_NAMES
 from tests.host.promtool import promtool
 
@@ -195,7 +196,6 @@ def test_label_values_of_the_watchdog() -> None:
     """States, results, verdicts, keys and the number of resets that its rules compare with."""
     if not WATCHDOG.exists():
         pytest.skip("the watchdog's metrics are not in this tree yet")
-    from appliance.golden import Verdict
     from healthcheck.machine_types import OUT, State
     from healthcheck.policy import load_policy
 
