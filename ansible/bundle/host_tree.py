@@ -14,6 +14,7 @@ from command import BundleError, run
 from wheels import license_of, metadata
 
 # systemd/PATTERN of the checkout -> directory of the host
+DOC = "usr/share/doc/appliance"
 PLACES = {
     "*.service": "usr/lib/systemd/system",
     "*.slice": "usr/lib/systemd/system",
@@ -22,8 +23,10 @@ PLACES = {
     "sysusers.d/*.conf": "usr/lib/sysusers.d",
     "tmpfiles.d/*.conf": "usr/lib/tmpfiles.d",
     "udev/*.rules": "usr/lib/udev/rules.d",
+    "examples/*.conf": f"{DOC}/examples",
+    "../appliance/alerts/*.yml": f"{DOC}/alerts",
+    "../appliance/alerts/runbooks/*.md": f"{DOC}/runbooks",  # what runbook_url of the rules names
 }
-DOC = "usr/share/doc/appliance"
 NOTICE = """\
 LLM appliance {version}, Apache-2.0. This bundle also holds the following software, each under its own licence. The full
 texts are in the *.dist-info directories below /usr/lib/appliance/{version}/venv and, for Debian packages, in

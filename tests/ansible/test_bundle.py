@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,6 +110,10 @@ def test_vendor_files_go_below_usr_and_are_all_there(content: Path) -> None:
             assert (host / "usr/lib/systemd/system" / source.name).read_bytes() == source.read_bytes()
     for name in ("sysusers.d/appliance.conf", "tmpfiles.d/appliance.conf", "systemd/system-preset/90-appliance.preset"):
         assert (host / "usr/lib" / name).is_file()
+    documents = host / "usr/share/doc/appliance"
+    for source, target in (("systemd/examples", "examples"), ("appliance/alerts/runbooks", "runbooks")):
+        assert sorted(os.listdir(documents / target)) == sorted(os.listdir(ROOT / source))
+    assert (documents / "alerts/appliance.rules.yml").is_file()
     completion = host / "usr/share/bash-completion/completions/appliance"
     assert subprocess.run(["bash", "-n", completion], timeout=60).returncode == 0
     assert "complete" in completion.read_text()

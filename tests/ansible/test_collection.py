@@ -100,7 +100,7 @@ def test_argument_specs_and_defaults_say_the_same(ansible_bin: Path, role: str) 
             assert documented.setdefault(name, option) == option, f"{name} differs between entry points"
     optional = {name for name in documented if name not in defaults}
     assert defaults.keys() <= documented.keys()
-    assert optional <= {"appliance_api_keys"}, "undefined means: leave the host's file"
+    assert optional <= {"appliance_api_keys", "appliance_healthcheck"}, "undefined means: leave the host's file"
     for name, value in defaults.items():
         if not (isinstance(value, str) and "{{" in value):
             assert documented[name].get("default") == value, name

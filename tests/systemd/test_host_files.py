@@ -74,8 +74,8 @@ def test_directories_are_those_of_the_paths_module() -> None:
     made = {Path(line.split()[1]) for line in lines if line.startswith("d")}
     paths = Paths()
     wanted = {
-        paths.etc, paths.state, paths.run, paths.models, paths.releases,
-        paths.slot_pointer("stable").parent, paths.holds(0).parent, paths.gpu_reset("GPU-0").parent, paths.gateway_socket("stable").parent,
+        paths.etc, paths.state, paths.run, paths.models, paths.releases, paths.gpu_reset("GPU-0").parent,
+        paths.slot_pointer("stable").parent, paths.holds(0).parent, paths.gateway_socket("stable").parent,
     }  # fmt: skip
     assert wanted <= made
     runtime = {s.value.replace("%i", "0") for unit in UNITS for s in settings(unit) if s.key == "RuntimeDirectory"}
