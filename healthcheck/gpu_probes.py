@@ -106,7 +106,9 @@ class GpuProbes:
         self._nvml.read()
 
     def reread(self, uuid: str, done: Reread) -> None:
-        waiting = _Waiting(time.time(), done, self._loop.later(self._longest, lambda: self._answer(uuid, waiting, None)))
+        waiting = _Waiting(
+            time.time(), done, self._loop.later(self._longest, lambda: self._answer(uuid, waiting, None))
+        )
         self._waiting.setdefault(uuid, []).append(waiting)
         self._nvml.read()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from appliance.arguments import add_common, set_epilog
 from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
+from healthcheck.limits import read_limits
 from healthcheck.policy import load_policy
 
 EPILOG = """\
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file is not None and not path.exists():
         raise UsageError(f"there is no {path}")
     policy = load_policy(path)
+    read_limits(policy.limits)
     overridden = path.exists()
     if args.json:
         emit_json({"schema": 1, "file": str(path) if overridden else None, "rules": len(policy.rules), "ok": True})

@@ -6,44 +6,15 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from appliance.control import ControlError
 from appliance.engine_calls import EngineCalls
-from tests.healthcheck.watchdog_world import World, world
+from tests.healthcheck.watchdog_world import FULL, World
 
-FULL = bool(os.environ.get("APPLIANCE_FULL"))
 KILLS = 60 if FULL else 6
 REPAIR = ["SUSPECT", "STOPPING", "RESETTING", "WARMUP", "VERIFY", "PROBATION", "HEALTHY"]
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[World]:
-    """Launchers and engines for all tests here; each starts its own watchdog on a ledger that is all HEALTHY."""
-    with world(2) as one:
-        one.launch()
-        one.release()
-        yield one
-
-
-@pytest.fixture
-def one(host: World) -> Iterator[World]:
-    ledger = json.loads(host.paths.gpus.read_text())
-    ledger.pop("watchdog", None)
-    for gpu in ledger["gpus"]:
-        for key in list(gpu):
-            if key not in ("slot", "uuid"):
-                del gpu[key]
-    host.paths.gpus.write_text(json.dumps(ledger))
-    host.paths.events.unlink(missing_ok=True)
-    (host.root / "resets.log").unlink(missing_ok=True)
-    host.resets_say()
-    yield host
-    if host.watchdog is not None and host.watchdog.poll() is None:
-        host.kill()
-    host.watchdog = None
 
 
 def pid(one: World, gpu: int) -> int:
@@ -82,6 +53,7 @@ def one_share(one: World) -> float:
     return load_policy(one.paths.healthcheck_config).probation.share
 
 
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
 def test_what_an_application_does_costs_an_engine_not_a_reset(one: World) -> None:
     before = pid(one, 0)
     one.start()
@@ -91,6 +63,7 @@ def test_what_an_application_does_costs_an_engine_not_a_reset(one: World) -> Non
     assert "WARMUP" in one.way() and one.hold() is None
 
 
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
 def test_an_engine_that_died_is_checked_before_it_serves_again(one: World) -> None:
     one.start()
     one.until(lambda: "v1" in str(one.gpu()["checks"]))
@@ -120,6 +93,7 @@ def test_resets_that_do_not_help_end_in_quarantine_until_a_human_comes(one: Worl
     assert one.hold() is None and len(one.resets()) == 2
 
 
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
 def test_a_reset_that_cannot_begin_is_a_failed_one_and_the_other_gpu_stays(one: World) -> None:
     """Also: one of two GPUs may be out by automation; the other one serves on with its fault, and that is said."""
     one.resets_say(refuse=True)
@@ -182,6 +156,7 @@ def forget_attempts(one: World) -> None:
     one.start()
 
 
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
 def test_a_launcher_that_is_stopped_stops_nobody(one: World) -> None:
     """SIGSTOP: its hold is asked for until it is there; the loop answers all the while."""
     one.start()

@@ -23,8 +23,10 @@ from appliance.gpus import bind_slots
 from appliance.models import ModelStore
 from appliance.paths import Paths
 from engine.spawn import python_env
+from healthcheck.script_edit import healthy_script, write_script
 from tests.tiny import make_tiny_model
 
+FULL = bool(os.environ.get("APPLIANCE_FULL"))
 HERE = Path(__file__).parent
 LAUNCHER = HERE.parent / "appliance/launcher_process.py"
 LIGHT = ("--argument=--kv-tokens=4096", "--argument=--threads=1")
@@ -46,6 +48,8 @@ peers_timeout = 20.0
 recheck_timeout = 5.0
 [attempts]
 retry_delay = 0.2
+[limits]
+probe_deadline = 1.5
 [timeouts]
 drain = 5.0
 stop = 20.0
@@ -63,6 +67,7 @@ class World:
     def __init__(self, root: Path, gpus: int) -> None:
         self.root, self.paths, self.gpus = root, Paths.under(root), gpus
         self.children: list[subprocess.Popen[bytes]] = []
+        self.script = root / "nvml.json"
         self.watchdog: subprocess.Popen[bytes] | None = None
         self.arguments = ["--user", "nobody", "--test", "--interval", "2", "--heartbeat", "0.5"]
         for directory in (self.paths.etc, self.paths.state / "slots", self.paths.run):
@@ -71,7 +76,8 @@ class World:
         self.paths.healthcheck_config.write_text(POLICY)
         (root / "bin").mkdir()
         stand_in = root / "bin/systemctl"  # appliance/command.py hands on PATH and little else
-        stand_in.write_text(f'#!/bin/sh\nAPPLIANCE_ROOT={root} exec {sys.executable} {HERE}/systemctl "$@"\n')
+        where = f"APPLIANCE_ROOT={root} PYTHONPATH={HERE.parents[1]}"
+        stand_in.write_text(f'#!/bin/sh\n{where} exec {sys.executable} {HERE}/systemctl "$@"\n')
         stand_in.chmod(0o755)
         bind_slots(self.paths.gpus, [f"CPU-{number}" for number in range(gpus)])
 
@@ -96,6 +102,16 @@ class World:
 
     def launcher(self, gpu: int) -> dict[str, Any]:
         return json.loads(self.paths.launcher_state(gpu).read_text())  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def with_nvml(self) -> Iterator[None]:
+        """Meanwhile a script plays NVML, with healthy GPUs."""
+        write_script(self.script, healthy_script([f"CPU-{number}" for number in range(self.gpus)]))
+        before = list(self.arguments)
+        self.arguments += ["--scripted-nvml", str(self.script), "--interval", "0.5", "--kmsg", str(self.root / "none")]
+        yield
+        self.arguments = before
+        self.script.unlink()
 
     # -- the watchdog
     def start(self, *arguments: str) -> None:
@@ -198,3 +214,18 @@ def world(gpus: int = 2) -> Iterator[World]:
                 del os.environ["APPLIANCE_ROOT"]
             else:
                 os.environ["APPLIANCE_ROOT"] = before
+
+
+def fresh(one: World) -> Iterator[World]:
+    """For the next test: a ledger that is all HEALTHY, no events, resets that work; afterwards no watchdog."""
+    ledger = json.loads(one.paths.gpus.read_text())
+    ledger.pop("watchdog", None)
+    ledger["gpus"] = [{"slot": gpu["slot"], "uuid": gpu["uuid"]} for gpu in ledger["gpus"]]
+    one.paths.gpus.write_text(json.dumps(ledger))
+    for file in (one.paths.events, one.paths.watchdog_memory, one.root / "resets.log", one.root / "watchdog.log"):
+        file.unlink(missing_ok=True)
+    one.resets_say()
+    yield one
+    if one.watchdog is not None and one.watchdog.poll() is None:
+        one.kill()
+    one.watchdog = None
