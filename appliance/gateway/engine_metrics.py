@@ -1,5 +1,5 @@
-"""The engines' own metrics, handed on with the labels `gpu` and `release`: engines listen on Unix sockets only, so
-Prometheus cannot ask them itself.
+"""The engines' own metrics, handed on with the labels `gpu` and `release`, and the watchdog's as they are: both listen
+on Unix sockets only, so Prometheus cannot ask them itself.
 
 Only the gateway of the slot `stable` does so, for every engine on this host that is up, whatever its slot and whether
 or not it is admitted: each series is there once, and a GPU that is held still tells how it is.
@@ -70,8 +70,10 @@ class Family:
         return [self.name + suffix for suffix in _SUFFIXES[self.kind]]
 
 
-def parse(data: bytes) -> list[Family]:
-    """The families of one engine's text. BadMetrics for anything that Prometheus or another engine could trip over."""
+def parse(data: bytes, ours: Iterable[str] = LABELS) -> list[Family]:
+    """The families of one engine's text. BadMetrics for anything that Prometheus or another engine could trip over.
+    `ours`: labels that it may not set itself."""
+    ours = frozenset(ours)
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -100,7 +102,7 @@ def parse(data: bytes) -> list[Family]:
             families[current.name] = current
             taken.update(current.names)
             continue
-        name, labels, value = _sample(line)
+        name, labels, value = _sample(line, ours)
         if current is None or name not in current.names:
             raise BadMetrics("malformed", f"a sample without its type before it: {line[:200]!r}")
         key = name, frozenset(labels.items())
@@ -111,7 +113,7 @@ def parse(data: bytes) -> list[Family]:
     return list(families.values())
 
 
-def _sample(line: str) -> tuple[str, dict[str, str], str]:
+def _sample(line: str, ours: frozenset[str]) -> tuple[str, dict[str, str], str]:
     """Name, labels (values still escaped), value. No time stamps: an engine's clock is not Prometheus'."""
     found = _SAMPLE.fullmatch(line)
     if found is None or _VALUE.fullmatch(found[3]) is None:
@@ -120,7 +122,7 @@ def _sample(line: str) -> tuple[str, dict[str, str], str]:
     text, position = found[2] or "", 0
     while position < len(text):
         label = _LABEL.match(text, position)
-        if label is None or label[1] in labels or label[1] in LABELS:
+        if label is None or label[1] in labels or label[1] in ours:
             raise BadMetrics("malformed", f"not labels that an engine may set: {line[:200]!r}")
         labels[label[1]] = label[2]
         position = label.end()
@@ -135,8 +137,8 @@ class Merged:
         self._families: dict[str, Family] = {}
         self._owner: dict[str, str] = {}  # name of a sample -> of its family
 
-    def add(self, gpu: int, release: str, families: list[Family]) -> None:
-        """All of one engine's, or BadMetrics and none."""
+    def add(self, gpu: int | None, release: str, families: list[Family]) -> None:
+        """All of one engine's, or BadMetrics and none. `gpu` None: of the watchdog, which labels them itself."""
         for family in families:
             for name in (family.name, *family.names):
                 if name.startswith(_OURS) or name in self._reserved:
@@ -146,25 +148,26 @@ class Merged:
             known = self._families.get(family.name)
             if known is not None and known.kind != family.kind:
                 raise BadMetrics("conflict", f"{family.name} is a {known.kind} elsewhere, here a {family.kind}")
-        whose = ",".join(
-            f'{label}="{quote_label(value)}"' for label, value in zip(LABELS, (str(gpu), release), strict=True)
-        )
+        labelled = zip(LABELS, (str(gpu), release), strict=True) if gpu is not None else ()
+        whose = ",".join(f'{label}="{quote_label(value)}"' for label, value in labelled)
         for family in families:
             known = self._families.setdefault(family.name, Family(family.name, family.kind, family.help))
             self._owner |= dict.fromkeys(family.names, family.name)
             known.samples += [
-                (name, f"{whose},{labels}" if labels else whose, value) for name, labels, value in family.samples
+                (name, ",".join(filter(None, (whose, labels))), value) for name, labels, value in family.samples
             ]
 
     def render(self) -> bytes:
         lines: list[str] = []
         for family in self._families.values():
             lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
-            lines += [f"{name}{{{labels}}} {value}" for name, labels, value in family.samples]
+            lines += [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
+                      for name, labels, value in family.samples]  # fmt: skip
         return "".join(line + "\n" for line in lines).encode()
 
 
-Part = tuple[int, str, list[Family]]
+Part = tuple[int | None, str, list[Family]]
+"""GPU and release of an engine (None and "": the watchdog), and its families."""
 
 
 class EngineMetrics:
@@ -175,7 +178,7 @@ class EngineMetrics:
         self._running: asyncio.Task[list[Part]] | None = None
         self.errors = Counter(
             "appliance_gateway_engine_scrape_errors_total",
-            "Times that an engine's own metrics could not be handed on, by reason",
+            "Times that an engine's own metrics could not be handed on, by reason; the watchdog's have no gpu",
             ("gpu", "release", "reason"),
         )
 
@@ -213,7 +216,8 @@ class EngineMetrics:
             if entry.state in UP and entry.socket is not None
         ]
         unique = {(gpu, release): socket for gpu, release, socket in up[:MAX_ENGINES]}
-        parts = await asyncio.gather(*(self._ask(gpu, release, socket) for (gpu, release), socket in unique.items()))
+        asked = [self._ask(gpu, release, socket) for (gpu, release), socket in unique.items()]
+        parts = await asyncio.gather(*asked, self._ask_watchdog())
         return [part for part in parts if part is not None]
 
     async def _ask(self, gpu: int, release: str, socket: str) -> Part | None:
@@ -224,8 +228,18 @@ class EngineMetrics:
             self._failed(gpu, release, error)
             return None
 
-    def _failed(self, gpu: int, release: str, error: BadMetrics) -> None:
-        self.errors.inc(str(gpu), release, error.reason)
+    async def _ask_watchdog(self) -> Part | None:
+        path = self._engines.watchdog_socket
+        if not path.exists():  # none on this host, or it does not run: its unit says so
+            return None
+        try:
+            return None, "", parse(await _fetch(str(path)), ours=("release",))
+        except BadMetrics as error:
+            self._failed(None, "", error)
+            return None
+
+    def _failed(self, gpu: int | None, release: str, error: BadMetrics) -> None:
+        self.errors.inc("" if gpu is None else str(gpu), release, error.reason)
         log_event(
             logger, logging.WARNING, "engine_metrics", str(error), gpu=gpu, release=release, reason=error.reason
         )  # fmt: skip

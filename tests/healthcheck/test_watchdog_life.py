@@ -13,7 +13,7 @@ from appliance.control import ControlError
 from appliance.engine_calls import EngineCalls
 from tests.healthcheck.watchdog_world import FULL, World
 
-KILLS = 60 if FULL else 6
+KILLS = 60 if FULL else 4
 REPAIR = ["SUSPECT", "STOPPING", "RESETTING", "WARMUP", "VERIFY", "PROBATION", "HEALTHY"]
 
 

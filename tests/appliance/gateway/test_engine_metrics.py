@@ -18,7 +18,7 @@ from engine.messages import Stats
 from tests.host.promtool import promtool
 
 from .test_lifecycle import started
-from .world import Received, answer, chunk, metric_value
+from .world import FakeEngine, Received, answer, chunk, metric_value
 
 FREE = (
     b"# HELP appliance_kv_pages_free Free KV pages\n# TYPE appliance_kv_pages_free gauge\nappliance_kv_pages_free %d\n"
@@ -81,7 +81,7 @@ async def test_every_sample_of_an_engine_comes_with_its_gpu_and_release(host, fr
     assert wanted <= series(text)
     rest = {name for name, _, _ in series(text) - wanted if not name.startswith("appliance_gateway_")}
     own = {"appliance_slot_release", "appliance_host_drained", "appliance_gpu_admitted", "appliance_engine_state"}
-    assert rest == own | {"appliance_engine_restarts_total"}
+    assert rest == own | {"appliance_engine_restarts_total", "appliance_gpu_share"}
     assert metric_value(text, "appliance_gateway_engine_scrape_errors_total") == 0
 
 
@@ -225,3 +225,42 @@ def test_nothing_but_its_own_error_comes_of_any_text(data, place):
         merged = engine_metrics.Merged([])
         merged.add(0, "r1", families)
         list(text_string_to_metric_families(merged.render().decode()))
+
+
+def watchdog_text() -> bytes:
+    """What the watchdog writes (healthcheck/metrics.py)."""
+    from healthcheck.metrics import Counters, text
+
+    counters = Counters()
+    counters.signal("0", "xid:48")
+    gpu = {
+        "gpu": 0, "uuid": "GPU-0", "state": "HEALTHY", "needs": None, "since": 1.0, "probed_at": 2.0, "attempts": [],
+        "checks": [{"name": "engine v1", "status": "ok"}], "phases": {"RESETTING": 1.5},
+    }  # fmt: skip
+    document = {"nvml": "on", "breaker": None, "maintenance": None, "gpus": [gpu]}
+    return text(counters, document, {0: {"temperature_c": 40, "name": "NVIDIA H200", "remap_pending": False}})
+
+
+async def test_the_watchdogs_are_handed_on_as_they_are(host, front):
+    engine = await host.engine()
+    engine.metrics = says(FREE % 7)
+    watchdog = FakeEngine(host.paths.watchdog_socket)
+    watchdog.metrics = says(watchdog_text())
+    gateway = await front()
+    text = (await gateway.get("/metrics"))[1]
+    assert metric_value(text, "appliance_gpu_state", gpu="0") == 0, "no watchdog, no socket, no error"
+    assert metric_value(text, "appliance_gateway_engine_scrape_errors_total") == 0
+    await watchdog.start()
+    host.engines[9, "watchdog"] = watchdog  # ended with the others
+    text = (await gateway.get("/metrics"))[1]
+    check_text(text, judged=True)
+    assert metric_value(text, "appliance_gpu_state", gpu="0", state="HEALTHY") == 1
+    assert metric_value(text, "appliance_gpu_nvml", gpu="0", field="temperature_c") == 40
+    assert metric_value(text, "appliance_watchdog_breaker_open") == 0
+    assert metric_value(text, "appliance_kv_pages_free", gpu="0") == 7
+    missing = series(watchdog_text().decode()) - series(text)
+    assert {name for name, _, _ in missing} <= {"appliance_gpu_probe_age_seconds"}, "an age is another one by now"
+    watchdog.metrics = says(b"nonsense")
+    text = (await gateway.get("/metrics"))[1]
+    assert metric_value(text, "appliance_kv_pages_free", gpu="0") == 7
+    assert metric_value(text, "appliance_gateway_engine_scrape_errors_total", gpu="", reason="malformed") == 1
