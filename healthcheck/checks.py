@@ -88,12 +88,9 @@ def _uncorrected(view: View) -> Check:
     if count is None:
         return view.unknown(name, field)
     new = view.added(field)
+    places = {place.upper(): view.added(f"{field}_{place}") for place in ("dram", "sram")}  # noted also if none is new
     if new:
-        where = ", ".join(
-            f"{view.added(f'{field}_{place}')} in {place.upper()}"
-            for place in ("dram", "sram")
-            if view.added(f"{field}_{place}")
-        )
+        where = ", ".join(f"{added} in {place}" for place, added in places.items() if added)
         detail = f"{new} uncorrected memory errors since the last reading ({int(count)} since the driver was loaded)"
         detail += f": {where}" if where else ""
         if view.number("recovery_action") is None:

@@ -4,8 +4,8 @@
 with bytes that are not printable as \\xNN. It is read from the end on: what was there before us says nothing of now
 (the levels that NVML gives do), and a watchdog that is started again must not act on old lines. Records that were
 overwritten before we came are counted by their sequence numbers. Only facility 0 counts, which user space cannot write:
-whoever may write to /dev/kmsg gets facility 1 (for tests: `test_facility`). The text must be the driver's from its first
-letter on, so that no name of a process or a file, wherever the kernel quotes it, is taken for one.
+whoever may write to /dev/kmsg gets facility 1 (for tests: `test_facility`). The text must be the driver's from its
+first letter on, so that no name of a process or a file, wherever the kernel quotes it, is taken for one.
 """
 
 from __future__ import annotations
