@@ -94,3 +94,15 @@ class Paths:
 
     def gateway_socket(self, slot: str) -> Path:  # admin listener of a gateway (state, metrics)
         return self.run / "gateway" / f"{slot}.sock"
+
+    @property
+    def watchdog_state(self) -> Path:  # owner: the watchdog; what everybody may know
+        return self.run / "watchdog.json"
+
+    @property
+    def watchdog_socket(self) -> Path:  # owner: the watchdog; HTTP: /state, /metrics
+        return self.run / "watchdog.sock"
+
+    @property
+    def watchdog_control(self) -> Path:  # owner: the watchdog; for root
+        return self.run / "watchdog.ctl"

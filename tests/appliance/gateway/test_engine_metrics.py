@@ -18,7 +18,7 @@ from engine.messages import Stats
 from tests.host.promtool import promtool
 
 from .test_lifecycle import started
-from .world import Received, answer, chunk, metric_value
+from .world import FakeEngine, Received, answer, chunk, metric_value
 
 FREE = (
     b"# HELP appliance_kv_pages_free Free KV pages\n# TYPE appliance_kv_pages_free gauge\nappliance_kv_pages_free %d\n"
@@ -205,6 +205,50 @@ async def test_with_several_workers_they_are_there_once(host):
         text = await asyncio.to_thread(fetch, gateway.url + "/metrics")
         check_text(text)
         assert metric_value(text, "appliance_kv_pages_free", gpu="0", release="r1") == 5
+
+
+WATCHDOG_TEXT = b"""\
+# HELP appliance_watchdog_breaker_open 1 while automation has stopped itself
+# TYPE appliance_watchdog_breaker_open gauge
+appliance_watchdog_breaker_open 0
+# HELP appliance_gpu_state 1 for the state a GPU is in
+# TYPE appliance_gpu_state gauge
+appliance_gpu_state{gpu="0",uuid="GPU-a",state="HEALTHY"} 1
+"""
+
+
+async def test_the_watchdogs_metrics_come_as_they_are(host, front):
+    """By the gateway of the slot stable alone; they have the label gpu already, and no release."""
+    await host.engine(0)
+    watchdog = FakeEngine(host.paths.watchdog_socket)
+    watchdog.metrics = says(WATCHDOG_TEXT)
+    await watchdog.start()
+    gateway = await front()
+    text = (await gateway.get("/metrics"))[1]
+    check_text(text, judged=True)
+    assert series(WATCHDOG_TEXT.decode()) <= series(text)
+    host.point("canary", "r1")
+    assert "appliance_watchdog" not in (await (await front(slot="canary")).get("/metrics"))[1]
+    watchdog.metrics = says(b"# TYPE appliance_gateway_ready gauge\nappliance_gateway_ready 1\n")
+    text = (await gateway.get("/metrics"))[1]
+    check_text(text)
+    name = "appliance_gateway_engine_scrape_errors_total"
+    assert metric_value(text, name, gpu="", release="watchdog", reason="conflict") == 1
+    await watchdog.die()  # its socket is left behind
+    text = (await gateway.get("/metrics"))[1]
+    check_text(text)
+    assert "appliance_watchdog" not in text and metric_value(text, name, gpu="", release="watchdog") >= 1
+
+
+async def test_an_engine_that_takes_the_watchdogs_names_is_left_out(host, front):
+    (await host.engine(0)).metrics = says(b"# TYPE appliance_gpu_state counter\nappliance_gpu_state 7\n")
+    watchdog = FakeEngine(host.paths.watchdog_socket)
+    watchdog.metrics = says(WATCHDOG_TEXT)
+    await watchdog.start()
+    text = (await (await front()).get("/metrics"))[1]
+    check_text(text)
+    assert series(WATCHDOG_TEXT.decode()) <= series(text)
+    await watchdog.die()
 
 
 def fetch(url: str) -> str:
