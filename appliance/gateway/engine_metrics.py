@@ -1,5 +1,5 @@
-"""The engines' own metrics, handed on with the labels `gpu` and `release`, and the watchdog's as they are: both listen
-on Unix sockets only, so Prometheus cannot ask them itself.
+"""The engines' own metrics, handed on with the labels `gpu` and `release`, and the watchdog's as they are: all of them
+listen on Unix sockets only, so Prometheus cannot ask them itself.
 
 Only the gateway of the slot `stable` does so, for every engine on this host that is up, whatever its slot and whether
 or not it is admitted: each series is there once, and a GPU that is held still tells how it is.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ from appliance.paths import SLOT_NAMES
 from engine.log import log_event
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from appliance.gateway.engines import Engines
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ MAX_BYTES = 256 << 10  # prometheus-client writes some 20 KiB for an engine of o
 MAX_SAMPLES = 5000
 MAX_FAMILIES = 500
 MAX_ENGINES = 64
+
+WATCHDOG = (None, "watchdog")  # in the place of an engine's GPU and release
 
 _REQUEST = b"GET /metrics HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n"
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -70,10 +74,9 @@ class Family:
         return [self.name + suffix for suffix in _SUFFIXES[self.kind]]
 
 
-def parse(data: bytes, ours: Iterable[str] = LABELS) -> list[Family]:
-    """The families of one engine's text. BadMetrics for anything that Prometheus or another engine could trip over.
-    `ours`: labels that it may not set itself."""
-    ours = frozenset(ours)
+def parse(data: bytes, taken_labels: Sequence[str] = LABELS) -> list[Family]:
+    """The families of one text, which may not set `taken_labels` itself. BadMetrics for anything that Prometheus or
+    another engine could trip over."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -102,7 +105,7 @@ def parse(data: bytes, ours: Iterable[str] = LABELS) -> list[Family]:
             families[current.name] = current
             taken.update(current.names)
             continue
-        name, labels, value = _sample(line, ours)
+        name, labels, value = _sample(line, taken_labels)
         if current is None or name not in current.names:
             raise BadMetrics("malformed", f"a sample without its type before it: {line[:200]!r}")
         key = name, frozenset(labels.items())
@@ -113,7 +116,7 @@ def parse(data: bytes, ours: Iterable[str] = LABELS) -> list[Family]:
     return list(families.values())
 
 
-def _sample(line: str, ours: frozenset[str]) -> tuple[str, dict[str, str], str]:
+def _sample(line: str, taken_labels: Sequence[str]) -> tuple[str, dict[str, str], str]:
     """Name, labels (values still escaped), value. No time stamps: an engine's clock is not Prometheus'."""
     found = _SAMPLE.fullmatch(line)
     if found is None or _VALUE.fullmatch(found[3]) is None:
@@ -122,7 +125,7 @@ def _sample(line: str, ours: frozenset[str]) -> tuple[str, dict[str, str], str]:
     text, position = found[2] or "", 0
     while position < len(text):
         label = _LABEL.match(text, position)
-        if label is None or label[1] in labels or label[1] in ours:
+        if label is None or label[1] in labels or label[1] in taken_labels:
             raise BadMetrics("malformed", f"not labels that an engine may set: {line[:200]!r}")
         labels[label[1]] = label[2]
         position = label.end()
@@ -130,7 +133,7 @@ def _sample(line: str, ours: frozenset[str]) -> tuple[str, dict[str, str], str]:
 
 
 class Merged:
-    """The families of several engines, each with one HELP and TYPE. `reserved`: names that are ours."""
+    """The families of several engines and of the watchdog, with one HELP and TYPE each. `reserved`: names of ours."""
 
     def __init__(self, reserved: Iterable[str]) -> None:
         self._reserved = frozenset(reserved)
@@ -138,7 +141,7 @@ class Merged:
         self._owner: dict[str, str] = {}  # name of a sample -> of its family
 
     def add(self, gpu: int | None, release: str, families: list[Family]) -> None:
-        """All of one engine's, or BadMetrics and none. `gpu` None: of the watchdog, which labels them itself."""
+        """All of one engine's, or BadMetrics and none."""
         for family in families:
             for name in (family.name, *family.names):
                 if name.startswith(_OURS) or name in self._reserved:
@@ -148,37 +151,38 @@ class Merged:
             known = self._families.get(family.name)
             if known is not None and known.kind != family.kind:
                 raise BadMetrics("conflict", f"{family.name} is a {known.kind} elsewhere, here a {family.kind}")
-        labelled = zip(LABELS, (str(gpu), release), strict=True) if gpu is not None else ()
-        whose = ",".join(f'{label}="{quote_label(value)}"' for label, value in labelled)
+        whose = (f'{label}="{quote_label(value)}"' for label, value in zip(LABELS, (str(gpu), release), strict=True))
+        ours = [] if gpu is None else [",".join(whose)]
         for family in families:
             known = self._families.setdefault(family.name, Family(family.name, family.kind, family.help))
             self._owner |= dict.fromkeys(family.names, family.name)
             known.samples += [
-                (name, ",".join(filter(None, (whose, labels))), value) for name, labels, value in family.samples
+                (name, ",".join([*ours, labels] if labels else ours), value) for name, labels, value in family.samples
             ]
 
     def render(self) -> bytes:
         lines: list[str] = []
         for family in self._families.values():
             lines += [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
-            lines += [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
-                      for name, labels, value in family.samples]  # fmt: skip
+            lines += [
+                f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for name, labels, value in family.samples
+            ]
         return "".join(line + "\n" for line in lines).encode()
 
 
 Part = tuple[int | None, str, list[Family]]
-"""GPU and release of an engine (None and "": the watchdog), and its families."""
 
 
 class EngineMetrics:
-    """What the engines of this host say of themselves. `collect`, then `render` at once."""
+    """What the engines of this host and its watchdog say of themselves. `collect`, then `render` at once."""
 
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
+    def __init__(self, engines: Engines, watchdog: Path) -> None:
+        """`watchdog`: its socket."""
+        self._engines, self._watchdog = engines, watchdog
         self._running: asyncio.Task[list[Part]] | None = None
         self.errors = Counter(
             "appliance_gateway_engine_scrape_errors_total",
-            "Times that an engine's own metrics could not be handed on, by reason; the watchdog's have no gpu",
+            "Times that an engine's or the watchdog's own metrics could not be handed on, by reason",
             ("gpu", "release", "reason"),
         )
 
@@ -216,33 +220,28 @@ class EngineMetrics:
             if entry.state in UP and entry.socket is not None
         ]
         unique = {(gpu, release): socket for gpu, release, socket in up[:MAX_ENGINES]}
-        asked = [self._ask(gpu, release, socket) for (gpu, release), socket in unique.items()]
-        parts = await asyncio.gather(*asked, self._ask_watchdog())
+        asked: dict[tuple[int | None, str], str] = {WATCHDOG: str(self._watchdog)} if self._watchdog.exists() else {}
+        asked.update(unique.items())  # the watchdog first: an engine that takes its names is left out
+        parts = await asyncio.gather(*(self._ask(gpu, release, socket) for (gpu, release), socket in asked.items()))
         return [part for part in parts if part is not None]
 
-    async def _ask(self, gpu: int, release: str, socket: str) -> Part | None:
-        self.errors.inc(str(gpu), release, "late", by=0)  # so that the first error is a change
+    async def _ask(self, gpu: int | None, release: str, socket: str) -> Part | None:
+        self.errors.inc(_label(gpu), release, "late", by=0)  # so that the first error is a change
         try:
-            return gpu, release, parse(await _fetch(socket))
+            return gpu, release, parse(await _fetch(socket), () if gpu is None else LABELS)
         except BadMetrics as error:
             self._failed(gpu, release, error)
             return None
 
-    async def _ask_watchdog(self) -> Part | None:
-        path = self._engines.watchdog_socket
-        if not path.exists():  # none on this host, or it does not run: its unit says so
-            return None
-        try:
-            return None, "", parse(await _fetch(str(path)), ours=("release",))
-        except BadMetrics as error:
-            self._failed(None, "", error)
-            return None
-
     def _failed(self, gpu: int | None, release: str, error: BadMetrics) -> None:
-        self.errors.inc("" if gpu is None else str(gpu), release, error.reason)
+        self.errors.inc(_label(gpu), release, error.reason)
         log_event(
             logger, logging.WARNING, "engine_metrics", str(error), gpu=gpu, release=release, reason=error.reason
         )  # fmt: skip
+
+
+def _label(gpu: int | None) -> str:
+    return "" if gpu is None else str(gpu)
 
 
 async def _fetch(socket: str) -> bytes:

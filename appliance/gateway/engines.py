@@ -137,10 +137,6 @@ class Engines:
     # ---- what is there ---------------------------------------------------------------------------------------------
 
     @property
-    def watchdog_socket(self) -> Path:
-        return self._paths.watchdog_socket
-
-    @property
     def admitted(self) -> list[Engine]:
         return list(self._engines.values())
 

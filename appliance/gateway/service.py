@@ -112,7 +112,7 @@ class Gateway:
     describe_workers: Callable[[], Awaitable[dict[str, Any]]] | None = None
 
     def __post_init__(self) -> None:
-        self.engine_metrics = EngineMetrics(self.engines)
+        self.engine_metrics = EngineMetrics(self.engines, self.settings.paths.watchdog_socket)
 
     @property
     def config(self) -> ApiConfig:
