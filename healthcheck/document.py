@@ -3,7 +3,7 @@
 Schema 1 (keys are only ever added; null is unknown; times are UTC seconds):
   pid, since, status, backend, nvml ("on", "off", "scripted"), maintenance {reason, since} | null, breaker text | null,
   checks [...] of the host, alerts [{at, gpu, text}], counters {name: number},
-  gpus [{gpu, uuid, state, reason, since, needs, attempts, share, probed_at, checks [...], incident, phases}]
+  gpus [{gpu, uuid, state, reason, since, needs, attempts, resets, share, probed_at, checks [...], incident, phases}]
   where a check is {name, status: ok|degraded|failed|unknown, reason, value}
 """
 

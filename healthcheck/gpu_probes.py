@@ -224,6 +224,15 @@ class GpuProbes:
     def bound(self, slots: dict[str, int]) -> None:
         self._slots = slots
 
+    def inject(self, uuid: str, key: str) -> bool:
+        if self._script is None:
+            return False
+        from healthcheck.scripted_faults import inject
+
+        injected = inject(self._script, uuid, key)
+        self._nvml.read()
+        return injected
+
     # -- over restarts
     def _remember(self) -> None:
         """Not flushed to the disk: after a power cut counters begin anew, and levels are read anyway."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from appliance.arguments import add_common, gpu_number, set_epilog
 from appliance.events import read_events
+from appliance.gpus import read_slots
 from appliance.log import ExitCode, emit_json, printable
 from appliance.paths import Paths
 
@@ -18,6 +19,7 @@ Oldest first, from /var/lib/appliance/events.jsonl; `jq` reads that file as well
 JSON: {"schema": 1, "events": [{"ts", "event", ...}]}
 """
 PREFIX = "watchdog_"
+_RESET = "gpu-reset"  # events of the reset unit (reset.py), which knows the UUID only
 _SKIPPED = ("ts", "event", "pid")
 
 
@@ -41,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _events(paths: Paths, gpu: int | None) -> Iterator[dict[str, Any]]:
+    slots = {entry["uuid"]: slot for slot, entry in read_slots(paths.gpus).items()}
     for event in read_events(paths.events):
         name, at = event.get("event"), event.get("ts")
-        mine = isinstance(name, str) and name.startswith(PREFIX) and isinstance(at, (int, float))
-        if mine and (gpu is None or event.get("gpu") == gpu):
+        mine = isinstance(name, str) and name.startswith((PREFIX, _RESET)) and isinstance(at, (int, float))
+        whose = event.get("gpu", slots.get(str(event.get("uuid"))))
+        if mine and (gpu is None or whose == gpu):
             yield event

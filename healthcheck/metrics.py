@@ -79,7 +79,7 @@ def _gauges(document: Document) -> list[Metric]:
         since.set(row["since"] or 0, gpu)
         if row["probed_at"] is not None:
             age.set(round(max(0.0, now - row["probed_at"]), 3), gpu)
-        attempts.set(len(row["attempts"]), gpu)
+        attempts.set(row["resets"], gpu)
         for check in row["checks"]:
             checks.set(1, gpu, check["name"], check["status"])
         for phase, seconds in row["phases"].items():

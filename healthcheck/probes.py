@@ -51,6 +51,9 @@ class Probes(Protocol):
     def bound(self, slots: dict[str, int]) -> None:
         """The GPUs that are ours: UUID -> slot."""
 
+    def inject(self, uuid: str, key: str) -> bool:
+        """Tests: from now on the GPU has this fault. False: nobody here plays one."""
+
     def close(self) -> None: ...
 
 
@@ -92,6 +95,9 @@ class NoProbes:
 
     def bound(self, slots: dict[str, int]) -> None:
         pass
+
+    def inject(self, uuid: str, key: str) -> bool:
+        return False
 
     def close(self) -> None:
         pass

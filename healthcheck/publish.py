@@ -83,6 +83,7 @@ class Publisher:
             "since": gpu.since,
             "needs": str(gpu.needs) if gpu.needs is not None else None,
             "attempts": [asdict(attempt) for attempt in gpu.attempts],
+            "resets": self._resets(gpu),
             "share": view.share if view is not None else 1.0,
             "holds": sorted(view.holds) if view is not None else None,
             "deadline": gpu.deadline,
@@ -92,6 +93,11 @@ class Publisher:
             "checks": [check_row(check) for check in checks],
             "phases": self._phases.get(gpu.gpu, {}),
         }
+
+    def _resets(self, gpu: GpuState) -> int:
+        """Those that count against its limit now."""
+        horizon = time.time() - self._service.policy.attempts.window
+        return sum(attempt.kind == "reset" and attempt.at > horizon for attempt in gpu.attempts)
 
     def _status(self) -> str:
         """One line, the worst first."""

@@ -104,8 +104,12 @@ def _inject(service: Service, arguments: Arguments, client: Client, timeout: flo
         hint = "only a watchdog that was started with --test or --scripted-nvml takes faults"
         raise Refused("this watchdog is not for tests", hint=hint)
     key = normalise_key(key)
-    service.signal(Signal(key, service.host.gpus[gpu].uuid, detail, time.time(), "injected"))
-    client.reply({"ok": True, "note": f"gpu {gpu}: {key}"})
+    uuid = service.host.gpus[gpu].uuid
+    service.event("watchdog_injected", gpu=gpu, key=key, detail=detail)
+    scripted = service.probes.inject(uuid, key)
+    if not scripted:
+        service.signal(Signal(key, uuid, detail, time.time(), "injected"))
+    client.reply({"ok": True, "note": f"gpu {gpu}: {key}{' in the script of NVML' if scripted else ''}"})
 
 
 def _gpu(service: Service, arguments: Arguments) -> int:

@@ -93,7 +93,7 @@ def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
     yield f"{words}{probed}"
     if gpu["share"] < 1:
         yield f"on probation, at {gpu['share']:.0%} of its share"
-    if gpu["attempts"]:
-        yield f"resets in the last day: {len(gpu['attempts'])}"
+    if gpu["resets"]:
+        yield f"resets that count against its limit: {gpu['resets']}"
     if gpu["phases"]:
         yield "last incident: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in gpu["phases"].items())

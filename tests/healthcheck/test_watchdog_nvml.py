@@ -112,7 +112,8 @@ def test_errors_while_it_was_down_leave_a_difference(one: World) -> None:
 @pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
 def test_the_ledger_of_a_reset_names_what_it_took(one: World) -> None:
     one.start()
-    one.inject("xid:95")
+    one.until(lambda: checks(one).get("recovery action") == "ok")
+    one.inject("recovery_action:1")  # written into the script: the reset cures it
     one.until(lambda: one.way()[-1:] == ["HEALTHY"])
     phases = json.loads(one.paths.watchdog_state.read_text())["gpus"][0]["phases"]
     assert {"STOPPING", "RESETTING", "WARMUP", "VERIFY"} <= phases.keys()

@@ -278,7 +278,7 @@ def watchdog_text() -> bytes:
     counters = Counters()
     counters.signal("0", "xid:48")
     gpu = {
-        "gpu": 0, "uuid": "GPU-0", "state": "HEALTHY", "needs": None, "since": 1.0, "probed_at": 2.0, "attempts": [],
+        "gpu": 0, "uuid": "GPU-0", "state": "HEALTHY", "needs": None, "since": 1.0, "probed_at": 2.0, "resets": 0,
         "checks": [{"name": "engine v1", "status": "ok"}], "phases": {"RESETTING": 1.5},
     }  # fmt: skip
     document = {"nvml": "on", "breaker": None, "maintenance": None, "gpus": [gpu]}
