@@ -34,18 +34,11 @@ from healthcheck.service import Schedule, Service
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m healthcheck", description="Watch the GPUs of this host.")
-    default = Schedule()
     parser.add_argument("--user", default="appliance", help="who, besides root, may ask for the state (%(default)s)")
-    parser.add_argument(
-        "--interval", type=seconds(0.2, 3600), help="s between probes (the policy's [limits] probe_interval)"
-    )
-    parser.add_argument(
-        "--heartbeat", type=seconds(0.1, 3600), default=default.heartbeat, help="s: of engines (%(default)g)"
-    )
-    parser.add_argument(
-        "--golden-interval", type=seconds(1, 86400), default=default.golden,
-        help="s between two comparisons of an engine's golden answers and weights (%(default)g)",
-    )  # fmt: skip
+    often = parser.add_argument_group("instead of the policy's [limits]")
+    often.add_argument("--interval", type=seconds(0.2, 3600), help="s between probes")
+    often.add_argument("--heartbeat", type=seconds(0.1, 3600), help="s between two questions to an engine")
+    often.add_argument("--golden-interval", type=seconds(1, 86400), help="s between two comparisons of golden answers")
     tests = parser.add_argument_group("tests only")
     tests.add_argument("--test", action="store_true", help="faults may be injected")
     tests.add_argument("--scripted-nvml", type=Path, metavar="FILE", help="a file tells what NVML says; implies --test")

@@ -186,6 +186,9 @@ class Actions:
         gpu, after = command.gpu, command.requested
         self._launchers.look([gpu])
         view = self._launchers.views.get(gpu)
+        if view is not None and view.stopped_by_others(OWNER):
+            report(EngineReady(gpu))  # somebody works at this GPU: there is no engine that could be restarted
+            return
         if view is not None and view.starting(after):
             self._await_engine(gpu, after, report)  # it died and its launcher was faster, or this is asked again
             return
@@ -210,7 +213,7 @@ class Actions:
         failed = view.failed(after) if view is not None else None
         if failed is not None:
             report(EngineFailed(gpu, f"{failed.release}: {failed.last_exit}"))
-        elif view is not None and view.settled(after):
+        elif view is not None and (view.settled(after) or (view.stopped_by_others(OWNER) and not view.engines)):
             report(EngineReady(gpu))
         else:
             self._looking[gpu] = self._loop.later(_LOOK_SECONDS, lambda: self._await_engine(gpu, after, report))

@@ -44,7 +44,7 @@ class LauncherView:
     uuid: str
     engines: tuple[EngineView, ...]
     wanted: frozenset[str]
-    holds: frozenset[str]
+    holds: dict[str, str]  # owner -> level
     share: float
 
     def settled(self, after: float = 0.0) -> bool:
@@ -56,6 +56,11 @@ class LauncherView:
         """All engines are on their way, or have come up since `after`."""
         begun = (engine.state in ("starting", "loading") or engine.since >= after for engine in self.engines)
         return bool(self.engines) and all(begun) and self.failed(after) is None
+
+    def stopped_by_others(self, owner: str) -> str | None:
+        """Who, besides `owner`, wants no engine here; it will not start until they let go."""
+        others = sorted(name for name, level in self.holds.items() if level == "stop" and name != owner)
+        return ", ".join(others) or None
 
     @property
     def serves(self) -> bool:
@@ -103,9 +108,13 @@ def _launcher(gpu: int, state: dict[str, Any]) -> LauncherView:
         uuid=_text(state.get("uuid")) or "",
         engines=tuple(_engine(entry) for entry in entries if isinstance(entry, dict)) if entries else (),
         wanted=frozenset(map(str, slots.values())) if isinstance(slots, dict) else frozenset(),
-        holds=frozenset(map(str, holds)) if isinstance(holds, dict) else frozenset(),
+        holds={str(name): _level(hold) for name, hold in holds.items()} if isinstance(holds, dict) else {},
         share=float(share) if isinstance(share, (int, float)) else 1.0,
     )
+
+
+def _level(hold: Any) -> str:
+    return str(hold.get("level")) if isinstance(hold, dict) else "?"
 
 
 def _engine(entry: dict[str, Any]) -> EngineView:

@@ -6,7 +6,7 @@ a deadline and kills this process when it is late, so nothing here needs one of 
   warmup   {"socket", "model", "prompt", "timeout"}   three inferences 200 ms apart, as a client asks -> {"seconds"}
   verify   {"root", "socket", "release"}   golden answers and checksum of the weights, against the release's file
                                            -> {"verdict", "weights_differ", "logits_differ", "details", ...}
-  start    {"unit"}                        systemctl start --no-block
+  start    {"unit", "root", "uuid", "requested"}   systemctl start --no-block, unless that is not needed any more
   unit     {"unit"}                        -> {"active": ActiveState, "result": Result}   (systemctl show)
 """
 
@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError
+from healthcheck.nvml_protocol import die_with_parent
 
 UNRECORDED = "unrecorded"  # a verdict: the weights are what was loaded, and there are no answers to compare
 WARMUPS = 3
 WARMUP_PAUSE = 0.2  # seconds between two of them
 WARMUP_TOKENS = 16
 _SYSTEMCTL_SECONDS = 10.0
+_RUNNING = ("active", "activating", "deactivating", "reloading")
 
 
 def warmup(request: dict[str, Any]) -> dict[str, Any]:
@@ -80,11 +82,19 @@ def _unrecorded(socket: str, reason: str | None) -> dict[str, Any]:
 
 
 def start(request: dict[str, Any]) -> dict[str, Any]:
+    """Starts the reset, unless it runs (a watchdog that has died began it), or has left its result. In this order: a
+    unit that is over has written its result before, so there is no moment at which a second reset follows the first."""
     from appliance.command import check, run
+    from appliance.paths import Paths
+    from healthcheck.reset_result import read_result
 
+    running = unit(request)["active"] in _RUNNING
+    paths = Paths.under(Path(request["root"]))
+    if running or read_result(paths, request["uuid"], request["requested"]) is not None:
+        return {"ok": True, "started": False}
     argv = ["systemctl", "start", "--no-block", "--", request["unit"]]
     check(run(argv, timeout=_SYSTEMCTL_SECONDS), f"cannot start {request['unit']}")
-    return {"ok": True}
+    return {"ok": True, "started": True}
 
 
 def unit(request: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +116,9 @@ OPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def main() -> int:
     request = json.load(sys.stdin)
+    die_with_parent()
+    if os.getppid() != request["parent"]:  # it had ended before: what it wanted is not wanted any more
+        return 1
     try:
         answer = OPS[request["op"]](request)
     except ApplianceError as error:

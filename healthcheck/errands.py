@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -31,7 +32,7 @@ class Errands:
                 done(answer)
 
         try:
-            _Errand(self._loop, request, seconds, ended)
+            _Errand(self._loop, request | {"parent": os.getpid()}, seconds, ended)
         except OSError as error:  # no process or no descriptor to be had
             answer = {"ok": False, "error": f"cannot start a child: {error.strerror}"}
             self._loop.later(0, lambda: ended(answer))

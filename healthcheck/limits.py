@@ -20,6 +20,8 @@ _Rate = Annotated[float, Meta(gt=0, le=1e12)]
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     probe_interval: _Seconds = 30.0  # s between two readings without an event
+    heartbeat_interval: _Seconds = 5.0  # s between two questions to an engine
+    golden_interval: _Seconds = 600.0  # s between two comparisons of an engine's golden answers and weights
     # s for one GPU. A call that waits for a dead GSP returns after 45 s (open-gpu-kernel-modules #446), and one on a
     # GPU full of corrected errors may take as long (NVIDIA/DCGM #313): killed earlier, neither would ever be read.
     probe_deadline: _Seconds = 60.0

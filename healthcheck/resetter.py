@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from appliance.launcher.loop import Loop, Timer
-from appliance.log import ApplianceError
 from appliance.paths import Paths
-from appliance.statefile import read_state
 from healthcheck.errands import Errands
+from healthcheck.reset_result import read_result
 
-SCHEMA = 1  # of the result: healthcheck/reset.py
 POLL_SECONDS = 0.2
 UNIT_SECONDS = 5.0
-_ERRAND_SECONDS = 15.0
-_CLOCK_SLACK = 0.01  # times are rounded to a millisecond
+_ERRAND_SECONDS = 30.0
 _OVER = ("inactive", "failed")
 
 Done = Callable[[bool, str, str | None, dict[str, float]], None]
@@ -80,7 +77,10 @@ class Resetter:
     def _start(self, running: _Running) -> None:
         if self._running is not running:
             return
-        request = {"op": "start", "unit": unit_name(running.uuid)}
+        request = {
+            "op": "start", "unit": unit_name(running.uuid), "root": str(self._paths.etc.parents[1]),
+            "uuid": running.uuid, "requested": running.requested,
+        }  # fmt: skip
         self._errands.run("reset", request, _ERRAND_SECONDS, lambda answer: self._started(running, answer))
 
     def _started(self, running: _Running, answer: dict[str, Any]) -> None:
@@ -122,14 +122,7 @@ class Resetter:
 
     def _result(self) -> dict[str, Any] | None:
         assert self._running is not None
-        try:
-            result = read_state(self._paths.gpu_reset(self._running.uuid), schema=SCHEMA)
-        except (ApplianceError, OSError):  # half a moment later it may be there
-            return None
-        started = (result or {}).get("started")
-        if result is None or not isinstance(started, (int, float)):
-            return None
-        return result if started >= self._running.requested - _CLOCK_SLACK else None
+        return read_result(self._paths, self._running.uuid, self._running.requested)
 
     def _finish(self, result: dict[str, Any]) -> None:
         running, self._running = self._running, None

@@ -75,11 +75,11 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Seconds between two looks."""
+    """Seconds between two looks; None: the policy's [limits]."""
 
-    probe: float | None = None  # the policy's [limits] probe_interval
-    heartbeat: float = 5.0
-    golden: float = 600.0
+    probe: float | None = None
+    heartbeat: float | None = None
+    golden: float | None = None
 
 
 class Service:
@@ -150,9 +150,10 @@ class Service:
                 self._engine_probe(slot)
 
     def _engine_probe(self, slot: int) -> None:
+        golden = self.schedule.golden or self.limits.golden_interval
         self.engines[slot] = EngineProbe(
             self.loop, self.errands, str(self.paths.etc.parents[1]), slot, self.host.gpus[slot].uuid,
-            stall_timeout=self.stall_timeout, golden_interval=self.schedule.golden, on_signal=self.signal,
+            stall_timeout=self.stall_timeout, golden_interval=golden, on_signal=self.signal,
             on_compared=lambda verdict: self.counters.golden.inc(str(slot), verdict),
         )  # fmt: skip
 
@@ -351,7 +352,7 @@ class Service:
     def _beat(self) -> None:
         for probe in self.engines.values():
             probe.beat()
-        self.loop.later(self.schedule.heartbeat, self._beat)
+        self.loop.later(self.schedule.heartbeat or self.limits.heartbeat_interval, self._beat)
 
     def _probe(self) -> None:
         self.probes.look()

@@ -62,6 +62,9 @@ class Verification:
     def verify(self, view: LauncherView, done: Callable[[Found], None]) -> None:
         """Golden answers and the checksum of the weights."""
         request = {"op": "verify", "root": self._root}
+        if not any(engine.ready for engine in view.engines):
+            done(_without_engine(view))
+            return
         self._run("verify", view, request, VERIFY_SECONDS, lambda answers: done(judge(answers)))
 
     def forget(self, gpu: int) -> None:
@@ -112,4 +115,13 @@ def judge(answers: dict[str, dict[str, Any]]) -> Found:
             unknown.append(f"{release}: {text}")
     if unknown:
         return Found(None, "; ".join(unknown))
-    return Found(True, "; ".join(notes) or "no release: no golden answers to compare")
+    return Found(True, "; ".join(notes))
+
+
+def _without_engine(view: LauncherView) -> Found:
+    """Only where none is wanted: then NVML's levels alone verify the GPU."""
+    if view.engines or (view.wanted and not any(level == "stop" for level in view.holds.values())):
+        return Found(None, "no engine is ready")
+    if view.wanted:
+        return Found(True, "its engines are stopped: golden answers are compared when they are back")
+    return Found(True, "no release: no golden answers to compare")

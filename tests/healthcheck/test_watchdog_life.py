@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from appliance.control import ControlError
+from appliance.control import ControlClient, ControlError
 from appliance.engine_calls import EngineCalls
+from appliance.events import read_events
 from tests.healthcheck.watchdog_world import FULL, World
 
 KILLS = 60 if FULL else 4
@@ -134,7 +135,7 @@ def test_killed_at_random_moments_it_goes_on_where_it_was(one: World) -> None:
         one.start()
         if one.gpu()["state"] == "HEALTHY" and one.way()[-1:] == ["HEALTHY"]:
             one.until(lambda: one.launcher(0)["share"] == 1.0)
-            assert len(one.resets()) == len(one.events("watchdog_signal", gpu=0)), f"seed {seed}"
+            assert len(one.resets()) == len(one.events("watchdog_signal", gpu=0)), f"seed {seed}:\n{told(one)}"
             one.inject("xid:48")
             # Attempts are per 24 h: a new fault would soon be one too many, which is another test's.
             forget_attempts(one)
@@ -145,6 +146,11 @@ def test_killed_at_random_moments_it_goes_on_where_it_was(one: World) -> None:
     assert ledger["state"] == "HEALTHY" and ledger["incident"] is None
     assert one.hold() is None
     one.until(lambda: one.launcher(0)["share"] == 1.0 and one.launcher(0)["engines"][0]["admitted"])
+
+
+def told(one: World) -> str:
+    events = [json.dumps(event) for event in read_events(one.paths.events)]
+    return "\n".join([*events, (one.root / "resets.log").read_text()])
 
 
 def forget_attempts(one: World) -> None:
@@ -174,6 +180,25 @@ def test_a_launcher_that_is_stopped_stops_nobody(one: World) -> None:
         os.kill(launcher, 18)
     one.reach("HEALTHY")
     assert one.way() == REPAIR
+
+
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
+def test_where_an_operator_works_at_a_gpu_nothing_is_made_worse(one: World) -> None:
+    """Its engines are stopped by somebody else's hold: no engine that could be restarted, none that could warm up."""
+    launcher = ControlClient(one.paths, 0)
+    launcher.call("hold", owner="operator", reason="looks at it", level="stop", wait=True)
+    try:
+        one.start()
+        one.inject("xid:13")  # of what the operator runs there
+        one.until(lambda: one.way()[-1:] == ["HEALTHY"])
+        assert one.resets() == [] and one.hold() is None
+        one.inject("xid:95")
+        one.until(lambda: len(one.resets()) == 1)
+        one.reach("HEALTHY")
+        assert "are stopped" in one.events("watchdog_verified", gpu=0)[-1]["detail"]
+        assert one.launcher(0)["engines"] == [], "it is the operator's to take back"
+    finally:
+        launcher.call("unhold", owner="operator", wait=True, timeout=60)
 
 
 def test_faults_are_injected_only_where_it_was_started_for_that(one: World) -> None:
