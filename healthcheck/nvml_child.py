@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from healthcheck.nvml_protocol import Begin, Done, Event, Gpu, Value, die_with_parent, serve
+from healthcheck.nvml_protocol import Begin, Done, Event, Gpu, LibraryError, Value, die_with_parent, serve
 from healthcheck.nvml_read import (
     EVENTS,
     TIMEOUT,
@@ -214,14 +214,35 @@ class NvmlBackend:
         self._losses = 0
 
 
+class Without:
+    """Where nvidia-ml-py is not installed: says so to each request, which is not the same as a GPU that is missing."""
+
+    poll_seconds = None
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def read(self, known: Mapping[str, str], skip: Set[str], begin: _Say, gpu: Callable[[Gpu], None]) -> Done:
+        raise LibraryError("no_nvidia_ml_py", f"{self._why}: nvidia-ml-py comes with a bundle for GPU hosts")
+
+    def events(self) -> Iterable[Event]:
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def _complain(what: str, error: Exception) -> None:
     print(f"{what}: {error}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     die_with_parent()
-    import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        serve(Without(str(error)), sys.stdin.fileno(), sys.stdout.fileno())
+        return 0
     serve(NvmlBackend(pynvml), sys.stdin.fileno(), sys.stdout.fileno())
     return 0
 

@@ -32,7 +32,8 @@ from typing import Any
 from healthcheck.nvml_protocol import Begin, Done, Event, Gpu, LibraryError, Value, die_with_parent, serve
 
 _POLL_SECONDS = 0.1
-# What an idle, healthy H200 says (driver 580.159.04, tests/bench/results/nvml-2026-11-30T060740Z.json).
+# What an idle, healthy H200 says: the record in tests/bench/results/nvml-2026-11-30T060740Z.json (driver 580.159.04);
+# what that does not have (serial, vbios, performance_state, the counts by place, ...) is made up to fit.
 HEALTHY: dict[str, Value] = {
     "name": "NVIDIA H200", "serial": "0", "vbios": "96.00.00.00.00", "minor": 0, "recovery_action": 0,
     "ecc_mode": True, "ecc_mode_pending": True, "corrected_volatile": 0, "uncorrected_volatile": 0,

@@ -282,6 +282,16 @@ def test_an_error_of_the_library_is_no_gpus_fault(world: World, function: str, c
     assert world.read().ok
 
 
+def test_a_host_without_nvidia_ml_py(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text("raise ImportError('No module named pynvml')")
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "healthcheck.nvml_child"], input=request(id=1, op="read"), capture_output=True,
+        timeout=120, env=dict(os.environ) | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}, check=True,
+    )  # fmt: skip
+    done = msgspec.json.decode(result.stdout.splitlines()[-1], type=Message).done
+    assert done is not None and (done.ok, done.error) == (False, "no_nvidia_ml_py") and "No module" in done.detail
+
+
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     with pytest.raises(LibraryError) as caught:
@@ -489,7 +499,7 @@ def test_the_real_program_on_a_host_without_nvml() -> None:
     """Where there is a driver it answers, where there is none it says which part is missing; it never dies of it."""
     result = subprocess.run(
         [sys.executable, "-P", "-m", "healthcheck.nvml_child"], input=request(id=1, op="read"), capture_output=True,
-        timeout=120, env=dict(os.environ) | {"PYTHONPATH": os.getcwd()},
+        timeout=120, env=dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     done = msgspec.json.decode(result.stdout.splitlines()[-1], type=Message).done

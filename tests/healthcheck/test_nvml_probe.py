@@ -264,6 +264,20 @@ def test_closing_while_a_reading_hangs(world: World, monkeypatch: pytest.MonkeyP
     assert pid is not None and world.closed() and ended(pid) and not world.hangs
 
 
+@pytest.mark.parametrize("where", ["close", "events"])
+def test_a_child_that_hangs_where_no_gpu_is_read(world: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """In nvmlShutdown, or in the wait for events: a reset still finds NVML closed, the next reading a hang."""
+    monkeypatch.setattr(nvml, "CLOSE_SECONDS", 0.5)
+    world.round()
+    pid = world.probe.pid
+    write_script(world.script, healthy_script([A, B]) | {"hang": where})
+    if where == "events":
+        world.probe._deadline = 2.0
+        world.until(lambda: world.probe.read() and bool(world.hangs))  # answered until it sees the script and hangs
+        assert (world.hangs[0].uuid, world.hangs[0].stage) == (None, "request")
+    assert pid is not None and world.closed() and ended(pid)
+
+
 def test_a_child_that_cannot_be_killed_delays_but_does_not_stop_a_close(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
