@@ -157,6 +157,7 @@ def reset_done(turn: Turn, gpu: int, ok: bool, detail: str, needs: Needs | None)
             quarantine(turn, gpu, incident.needs, text(incident))
         else:
             turn.update(gpu, repaired=turn.now, owed=None)
+            turn.amend(gpu, then=Action.NONE)  # what a restart would have left to do is done
             warm_up(turn, gpu, f"reset done; {text(incident)}")
     next_reset(turn)
 

@@ -183,11 +183,10 @@ class Turn:
 
 
 def _rebased(gpu: GpuState, now: float) -> GpuState:
-    """After the clock was set back nothing lies in the future, so that no deadline waits for it."""
-    ahead = gpu.since - now
-    if ahead <= 0 and gpu.repaired <= now and all(attempt.at <= now for attempt in gpu.attempts):
+    """After the clock was set back nothing lies in the future, so that nothing waits for that to come."""
+    shift = max(0.0, gpu.since - now)
+    if shift == 0.0 and gpu.repaired <= now and all(attempt.at <= now for attempt in gpu.attempts):
         return gpu
-    shift = max(0.0, ahead)
     return replace(
         gpu,
         since=gpu.since - shift,
@@ -195,4 +194,22 @@ def _rebased(gpu: GpuState, now: float) -> GpuState:
         issued=min(gpu.issued, now),
         repaired=min(gpu.repaired, now),
         attempts=tuple(replace(attempt, at=min(attempt.at, now)) for attempt in gpu.attempts),
+        incident=_past(gpu.incident, now),
+        owed=_past(gpu.owed, now),
+    )
+
+
+def _past(incident: Incident | None, now: float) -> Incident | None:
+    if incident is None:
+        return None
+    seen = tuple(replace(item, at=min(item.at, now), first=min(item.first, now)) for item in incident.seen)
+    reread = None if incident.reread is None else min(incident.reread, now)
+    peers = None if incident.peers is None else min(incident.peers, now)
+    return replace(
+        incident,
+        began=min(incident.began, now),
+        not_before=min(incident.not_before, now),
+        reread=reread,
+        peers=peers,
+        seen=seen,
     )

@@ -197,12 +197,16 @@ class RestartEngine:
 
 @dataclass(frozen=True, slots=True)
 class ResetGpu:
-    """Start appliance-gpu-reset@UUID, unless its result is there already: one whose `started` is >= `requested`."""
+    """Start appliance-gpu-reset@UUID, unless it runs or its result is there: that is the answer then.
+
+    A result belongs to this attempt because results are removed once the ledger has ResetDone, and, at the service's
+    start, those of GPUs that are not RESETTING. Times would not tell: the clock may have been set back.
+    """
 
     gpu: int
     uuid: str
     attempt: int  # 1, 2 ...: of this GPU within the window
-    requested: float
+    requested: float  # for people
 
 
 @dataclass(frozen=True, slots=True)

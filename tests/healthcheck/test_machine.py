@@ -411,6 +411,7 @@ def test_the_last_serving_gpu_stays_for_what_can_wait(key: str) -> None:
     for _ in range(100):
         host.tick(1200)
         host.see(key)
+    host.tick(4)
     assert host.gpu().state == State.HEALTHY and not host.of(Hold)
     assert host.gpu().owed is not None and host.of(Alert)
 
