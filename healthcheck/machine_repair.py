@@ -84,6 +84,7 @@ def close(turn: Turn, gpu: int, reason: str) -> None:
     else:
         turn.update(gpu, paused=None)
         turn.move(gpu, State.HEALTHY, reason)
+        turn.commands.append(SetShare(gpu, 1.0))  # it may have come here from probation, by way of a maintenance
 
 
 def call_back(turn: Turn, gpu: int, reason: str) -> None:

@@ -63,7 +63,7 @@ def _note(turn: Turn, gpu: int, seen: Signal) -> bool:
     """Keeps it with the incident, which it opens if there is none; False for a duplicate."""
     state = turn.gpus[gpu]
     if state.state in (State.HEALTHY, State.PROBATION):
-        turn.update(gpu, incident=Incident(seen.key, seen.detail, Action.NONE, turn.now))
+        turn.update(gpu, incident=Incident(seen.key, seen.detail[:500], Action.NONE, turn.now))
     incident = turn.incident(gpu)
     known = {item.key: item for item in incident.seen}
     item = known.get(seen.key)

@@ -27,6 +27,7 @@ from healthcheck.types import Action
 WEEK = 7 * 86400.0
 RESETS = (Action.DEFERRED_RESET, Action.DRAIN_RESET, Action.ABORT_RESET)
 _MAX_PHASES = 64  # of one incident; it is kept in the ledger
+_MAX_REASON = 500  # characters
 
 
 class Turn:
@@ -88,7 +89,7 @@ class Turn:
         needs: Needs | None = None,
     ) -> None:
         """A transition: recorded, with the time that the state took. The caller commands what it needs."""
-        before = self.gpus[gpu]
+        before, reason = self.gpus[gpu], reason[:_MAX_REASON]
         seconds = round(max(0.0, self.now - before.since), 3)
         incident = before.incident
         if incident is not None and before.state is not State.HEALTHY:

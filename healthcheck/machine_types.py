@@ -197,16 +197,16 @@ class RestartEngine:
 
 @dataclass(frozen=True, slots=True)
 class ResetGpu:
-    """Start appliance-gpu-reset@UUID, unless it runs or its result is there: that is the answer then.
+    """Start appliance-gpu-reset@UUID, unless it runs or its result is there: one whose `started` is >= `requested`.
 
-    A result belongs to this attempt because results are removed once the ledger has ResetDone, and, at the service's
-    start, those of GPUs that are not RESETTING. Times would not tell: the clock may have been set back.
+    After a clock that was set back an old result would look new. So a result is removed once the ledger has its
+    ResetDone, and at the service's start those of GPUs that are not RESETTING.
     """
 
     gpu: int
     uuid: str
     attempt: int  # 1, 2 ...: of this GPU within the window
-    requested: float  # for people
+    requested: float
 
 
 @dataclass(frozen=True, slots=True)
