@@ -248,6 +248,9 @@ def _set_healthy(turn: Turn, gpu: int, reason: str) -> None:
             turn.resetting = None  # a human has looked; the CLI refuses while the unit is active
         turn.update(gpu, attempts=(), repaired=turn.now)
         repair.warm_up(turn, gpu, f"set healthy: {reason}")
+    elif state.state is State.SUSPECT and state.held:  # it gave wrong answers: not on trust
+        turn.update(gpu, attempts=(), repaired=turn.now, owed=None, paused=None)
+        repair.warm_up(turn, gpu, f"set healthy: {reason}")
     elif state.state is State.SUSPECT:
         turn.update(gpu, repaired=turn.now, owed=None)
         repair.close(turn, gpu, f"set healthy: {reason}")

@@ -84,6 +84,7 @@ def close(turn: Turn, gpu: int, reason: str) -> None:
     else:
         turn.update(gpu, paused=None)
         turn.move(gpu, State.HEALTHY, reason)
+        turn.commands.append(SetShare(gpu, 1.0))  # it may have come here from probation, by way of a maintenance
 
 
 def call_back(turn: Turn, gpu: int, reason: str) -> None:
@@ -157,6 +158,7 @@ def reset_done(turn: Turn, gpu: int, ok: bool, detail: str, needs: Needs | None)
             quarantine(turn, gpu, incident.needs, text(incident))
         else:
             turn.update(gpu, repaired=turn.now, owed=None)
+            turn.amend(gpu, then=Action.NONE)  # what a restart would have left to do is done
             warm_up(turn, gpu, f"reset done; {text(incident)}")
     next_reset(turn)
 

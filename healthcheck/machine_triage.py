@@ -63,7 +63,7 @@ def _note(turn: Turn, gpu: int, seen: Signal) -> bool:
     """Keeps it with the incident, which it opens if there is none; False for a duplicate."""
     state = turn.gpus[gpu]
     if state.state in (State.HEALTHY, State.PROBATION):
-        turn.update(gpu, incident=Incident(seen.key, seen.detail, Action.NONE, turn.now))
+        turn.update(gpu, incident=Incident(seen.key, seen.detail[:500], Action.NONE, turn.now))
     incident = turn.incident(gpu)
     known = {item.key: item for item in incident.seen}
     item = known.get(seen.key)
@@ -216,7 +216,7 @@ def _same_mismatch(turn: Turn, gpu: int, decision: Decision) -> bool:
     names = ", ".join(map(str, sorted(same)))
     turn.alert(None, decision.cause, f"{decision.cause} on GPUs {names}: the release or the driver, nothing is reset")
     reason = f"not of this GPU: {decision.cause} on GPUs {names}"
-    for other in sorted(same):
+    for other in sorted(same - {gpu}):
         state = turn.gpus.get(other)
         if state is None or state.incident is None or state.incident.cause != decision.cause:
             continue
@@ -224,7 +224,11 @@ def _same_mismatch(turn: Turn, gpu: int, decision: Decision) -> bool:
             turn.move(other, State.SUSPECT, reason)
         if turn.gpus[other].state is State.SUSPECT:
             repair.close(turn, other, reason)
-    if turn.gpus[gpu].state is not State.SUSPECT or turn.gpus[gpu].held:
+    rest = tuple(item for item in turn.incident(gpu).seen if item.key != decision.cause)
+    turn.amend(gpu, seen=rest)
+    if rest:
+        decide(turn, gpu)  # what else it showed is its own
+    else:
         repair.close(turn, gpu, reason)
     return True
 

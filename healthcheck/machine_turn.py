@@ -27,6 +27,7 @@ from healthcheck.types import Action
 WEEK = 7 * 86400.0
 RESETS = (Action.DEFERRED_RESET, Action.DRAIN_RESET, Action.ABORT_RESET)
 _MAX_PHASES = 64  # of one incident; it is kept in the ledger
+_MAX_REASON = 500  # characters
 
 
 class Turn:
@@ -88,7 +89,7 @@ class Turn:
         needs: Needs | None = None,
     ) -> None:
         """A transition: recorded, with the time that the state took. The caller commands what it needs."""
-        before = self.gpus[gpu]
+        before, reason = self.gpus[gpu], reason[:_MAX_REASON]
         seconds = round(max(0.0, self.now - before.since), 3)
         incident = before.incident
         if incident is not None and before.state is not State.HEALTHY:
@@ -183,11 +184,10 @@ class Turn:
 
 
 def _rebased(gpu: GpuState, now: float) -> GpuState:
-    """After the clock was set back nothing lies in the future, so that no deadline waits for it."""
-    ahead = gpu.since - now
-    if ahead <= 0 and gpu.repaired <= now and all(attempt.at <= now for attempt in gpu.attempts):
+    """After the clock was set back nothing lies in the future, so that nothing waits for that to come."""
+    shift = max(0.0, gpu.since - now)
+    if shift == 0.0 and gpu.repaired <= now and all(attempt.at <= now for attempt in gpu.attempts):
         return gpu
-    shift = max(0.0, ahead)
     return replace(
         gpu,
         since=gpu.since - shift,
@@ -195,4 +195,22 @@ def _rebased(gpu: GpuState, now: float) -> GpuState:
         issued=min(gpu.issued, now),
         repaired=min(gpu.repaired, now),
         attempts=tuple(replace(attempt, at=min(attempt.at, now)) for attempt in gpu.attempts),
+        incident=_past(gpu.incident, now),
+        owed=_past(gpu.owed, now),
+    )
+
+
+def _past(incident: Incident | None, now: float) -> Incident | None:
+    if incident is None:
+        return None
+    seen = tuple(replace(item, at=min(item.at, now), first=min(item.first, now)) for item in incident.seen)
+    reread = None if incident.reread is None else min(incident.reread, now)
+    peers = None if incident.peers is None else min(incident.peers, now)
+    return replace(
+        incident,
+        began=min(incident.began, now),
+        not_before=min(incident.not_before, now),
+        reread=reread,
+        peers=peers,
+        seen=seen,
     )

@@ -197,7 +197,11 @@ class RestartEngine:
 
 @dataclass(frozen=True, slots=True)
 class ResetGpu:
-    """Start appliance-gpu-reset@UUID, unless its result is there already: one whose `started` is >= `requested`."""
+    """Start appliance-gpu-reset@UUID, unless it runs or its result is there: one whose `started` is >= `requested`.
+
+    After a clock that was set back an old result would look new. So a result is removed once the ledger has its
+    ResetDone, and at the service's start those of GPUs that are not RESETTING.
+    """
 
     gpu: int
     uuid: str

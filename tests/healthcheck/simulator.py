@@ -121,11 +121,10 @@ class Gpu:
     hold: str | None = None
     share: float = 1.0
     ready_at: float | None = 0.0  # of the engine; None: there is none
-    started: float = 0.0
+    started: float = 0.0  # by the clock of then
     stops_at: float | None = None
     in_flight: int = 1
     reset_ends: float | None = None
-    reset_started: float | None = None
     reset_result: bool | None = None
     resets: list[float] = field(default_factory=list)
     wants: str = ""  # what the service has to report: drained, stopped, ready, reset, warm, verified
@@ -152,6 +151,7 @@ class World:
         self.crash_rate = 0.0
         self.crash_at: tuple[int, int] | None = None  # (step, how many of its commands are carried out)
         self.steps = 0
+        self.busy_steps: dict[int, int] = {}  # step -> how many commands it gave
         self.alerts: list[tuple[float, Alert]] = []
         self.records: list[Record] = []
         self.seen_admitted: frozenset[int] = frozenset()
@@ -175,6 +175,8 @@ class World:
         self.pending = []
         for gpu in self.gpus.values():
             gpu.wants = ""
+            if self.host.gpus[gpu.number].state is not State.RESETTING:
+                gpu.reset_result = None  # its result was taken note of
         for command in commands:
             self.execute(command)
 
@@ -187,6 +189,8 @@ class World:
         self.steps += 1
         before = self.host
         after, commands = step(before, event, self.clock(), self.policy)
+        if commands:
+            self.busy_steps[self.steps] = len(commands)
         self.check_step(before, after, commands)
         survive = len(commands) + 1
         if self.crash_at is not None and self.crash_at[0] == self.steps:
@@ -200,6 +204,8 @@ class World:
             self.ledger = after
         for command in commands[:survive]:
             self.execute(command)
+        if isinstance(event, ResetDone) and survive > len(commands):
+            self.gpus[event.gpu].reset_result = None
         if survive <= len(commands):
             self.crash()
 
@@ -217,12 +223,12 @@ class World:
                 self.gpus[gpu].wants = ""
                 self._start(self.gpus[gpu])
             case RestartEngine(gpu, _, requested):
-                if self.gpus[gpu].started < requested - BEGIN - self.offset:
+                if self.gpus[gpu].started < requested:
                     self._kill(self.gpus[gpu])
                     self._start(self.gpus[gpu])
                 self.gpus[gpu].wants = "ready"
-            case ResetGpu(gpu, uuid, _, requested):
-                self._reset(self.gpus[gpu], uuid, requested - BEGIN - self.offset)
+            case ResetGpu(gpu, uuid, _, _):
+                self._reset(self.gpus[gpu], uuid)
             case Warmup(gpu):
                 self.gpus[gpu].wants = "warm"
             case Verify(gpu):
@@ -251,7 +257,7 @@ class World:
         gpu.stops_at = None
         if gpu.ready_at is None and gpu.hold != "stop":
             slow = gpu.fault is not None and gpu.fault.no_start
-            gpu.started, gpu.ready_at = self.now, self.now + (1e9 if slow else self.random.uniform(3, 20))
+            gpu.started, gpu.ready_at = self.clock(), self.now + (1e9 if slow else self.random.uniform(3, 20))
             self._cured(gpu, "restart")
 
     def _cured(self, gpu: Gpu, by: str) -> None:
@@ -259,9 +265,9 @@ class World:
         if gpu.fault and gpu.fault.cure != "never" and order.index(by) >= order.index(gpu.fault.cure):
             gpu.fault = None
 
-    def _reset(self, gpu: Gpu, uuid: str, requested: float) -> None:
+    def _reset(self, gpu: Gpu, uuid: str) -> None:
         gpu.wants = "reset"
-        if gpu.reset_ends is not None or (gpu.reset_started is not None and gpu.reset_started >= requested - 1e-3):
+        if gpu.reset_ends is not None or gpu.reset_result is not None:
             return  # it runs, or its result is there
         self.require(uuid == gpu.uuid, "a reset of another GPU")
         running = [other.number for other in self.gpus.values() if other.reset_ends is not None]
@@ -273,7 +279,6 @@ class World:
         self.require(len(recent) < self.policy.attempts.resets, f"a reset loop: GPU {gpu.number} after {recent}")
         self.require(len(week) < self.policy.attempts.resets_per_week, f"a slow reset loop of GPU {gpu.number}")
         gpu.resets.append(self.now)
-        gpu.reset_started, gpu.reset_result = self.now, None
         silent = gpu.fault is not None and gpu.fault.reset == "silent"
         gpu.reset_ends = self.now + (1e9 if silent else self.random.uniform(4, 40))
 
@@ -301,6 +306,16 @@ class World:
             action = (fault.recovery or 0) if fault else 0
             found.append(Rechecked(gpu.uuid, action if self.recovery_supported else None))
         return found
+
+    def _noise(self, gpu: Gpu) -> list[Event]:
+        """What our own stops and resets bring about."""
+        state = self.host.gpus[gpu.number].state
+        keys = []
+        if state in (State.STOPPING, State.WARMUP) and not gpu.engine(self.now):
+            keys += ["xid:45", "engine:unreachable"]
+        if gpu.reset_ends is not None and state is State.RESETTING:
+            keys += ["gpu:missing", "nvml:gpu_is_lost", "xid:45"]
+        return [SignalSeen(self.signal(gpu, key)) for key in keys]
 
     def signal(self, gpu: Gpu, key: str) -> Signal:
         return Signal(key, gpu.uuid, f"simulated {key}", self.clock(), "test")
@@ -381,7 +396,7 @@ class World:
 
     def _probe_all(self) -> None:
         for gpu in self.gpus.values():
-            for event in self._probe(gpu):
+            for event in self._probe(gpu) + self._noise(gpu):
                 self.feed(event)
             wrong = "golden:mismatch" if self.release_fault else gpu.fault.answers if gpu.fault else None
             if wrong and gpu.admitted(self.now):
@@ -395,7 +410,8 @@ class World:
 
     def check_step(self, before: HostState, after: HostState, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, Record) and command.before in SERVING and command.after in OUT:
+            human = isinstance(command, Record) and command.reason.startswith("set healthy")
+            if isinstance(command, Record) and command.before in SERVING and command.after in OUT and not human:
                 self._check_taken_out(before, after, command)
         resetting = [n for n, gpu in after.gpus.items() if gpu.state is State.RESETTING]
         self.require(len(resetting) <= 1, f"two GPUs in RESETTING: {resetting}")
@@ -438,6 +454,8 @@ class World:
         after = {alert.gpu for at, alert in self.alerts if at >= fault.began - 1}
         if gpu.number in after or None in after or state.state is State.QUARANTINED or state.owed is not None:
             return True
+        if any(key in alert for alert in self.host.alerts for key in (*fault.levels, ":mismatch")):
+            return True  # told before, and still the same alert
         if fault.answers:
             return not gpu.admitted(self.now)  # else the golden probe sees it
         waits = {item.key for item in state.incident.seen} if state.incident and state.stage == "waiting" else set()
@@ -459,7 +477,7 @@ class World:
         self.advance(60)
         self.boot += 1
         for gpu in self.gpus.values():
-            gpu.reset_ends = gpu.reset_started = gpu.reset_result = None
+            gpu.reset_ends = gpu.reset_result = None
             self._kill(gpu)
             self._cured(gpu, "reboot")
             self._start(gpu)

@@ -411,6 +411,7 @@ def test_the_last_serving_gpu_stays_for_what_can_wait(key: str) -> None:
     for _ in range(100):
         host.tick(1200)
         host.see(key)
+    host.tick(4)
     assert host.gpu().state == State.HEALTHY and not host.of(Hold)
     assert host.gpu().owed is not None and host.of(Alert)
 
@@ -569,6 +570,19 @@ def test_maintenance_keeps_its_hands_off_and_looks_again_afterwards() -> None:
     assert host.gpu().state == State.STOPPING
 
 
+def test_no_gpu_is_left_at_a_reduced_share() -> None:
+    """Probation, then a doubt, then a maintenance, then nothing."""
+    host = Host()
+    host.repair()
+    host.see("xid:175", after=60)
+    assert host.gpu().state == State.SUSPECT and host.gpu().paused == State.PROBATION
+    host.do(MaintenanceOn("rack"), after=1)
+    host.do(MaintenanceOff("done"), after=1)
+    host.tick(15)
+    host.tick(15)
+    assert host.gpu().state == State.HEALTHY and host.of(SetShare)[-1] == SetShare(0, 1.0)
+
+
 def test_maintenance_in_the_middle_of_a_reset_ends_it_and_goes_on_afterwards() -> None:
     host = Host()
     host.see("xid:95")
@@ -589,6 +603,13 @@ def test_set_healthy_verifies_before_it_believes() -> None:
     assert host.gpu().state == State.WARMUP and host.gpu().attempts == ()
     host.do(EngineFailed(0, "CUDA error 46"), after=9)
     assert host.gpu().state == State.QUARANTINED  # told, not taken on trust
+
+
+def test_set_healthy_does_not_take_wrong_answers_on_trust() -> None:
+    host = Host(2)
+    host.see("golden:mismatch", 0)
+    host.do(SetHealthy(0, "looks fine"), after=1)
+    assert host.gpu().state == State.WARMUP and Unhold(0) not in host.log
 
 
 def test_set_healthy_lets_automation_go_on() -> None:

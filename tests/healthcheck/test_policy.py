@@ -53,6 +53,8 @@ ROWS = [
     ("gpu:missing", QUARANTINE, QUARANTINE, Needs.REBOOT),
     ("gpu:off_the_bus", QUARANTINE, QUARANTINE, Needs.REBOOT),
     ("gpu:unexpected", ALERT, ALERT, Needs.HUMAN),
+    ("gpu:mig", ALERT, ALERT, Needs.HUMAN),
+    ("gpu:other", ALERT, ALERT, Needs.HUMAN),
     ("probe:hung", ALERT, ALERT, Needs.HUMAN),  # unknown never drains
     ("ecc:uncorrected", ALERT, DRAIN, Needs.RMA),  # DCGM: drain and reset; gpud #108: not where the driver recovered
     ("ecc:corrected", ALERT, ALERT, Needs.HUMAN),  # DCGM: this GPU can still perform workload
