@@ -352,7 +352,7 @@ def check_recovered(world: World, at: Any) -> None:
 def test_killed_at_every_point(tmp_path: Path) -> None:
     points = count_points(tmp_path, lambda world: reset(world.host(), UUID))
     assert points > 40
-    for at in range(1, points + 1, 1 if FULL else 2):
+    for at in range(1, points + 1, 1 if FULL else 3):
         world = World(tmp_path / str(at))
         assert killed_at(world, at, lambda world: reset(world.host(), UUID)) == 137
         check_recovered(world, at)
@@ -360,7 +360,7 @@ def test_killed_at_every_point(tmp_path: Path) -> None:
 
 def test_killed_again_while_it_recovers(tmp_path: Path) -> None:
     rng = random.Random(5)
-    for round_ in range(300 if FULL else 25):
+    for round_ in range(300 if FULL else 12):
         world = World(tmp_path / str(round_))
         at = rng.randint(1, 60)
         killed_at(world, at, lambda world: reset(world.host(), UUID))
