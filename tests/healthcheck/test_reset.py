@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reset_world import DCGM, STAND_IN, UUID, World, in_a_child
 
 from appliance.command import Result
 from appliance.events import read_events
@@ -25,6 +24,7 @@ from appliance.statefile import StateError, state_lock
 from healthcheck import reset as module
 from healthcheck.reset import Intent, exit_code, main, recover, reset
 from healthcheck.reset_plan import After, Facts, Limits, judge_after, judge_command
+from tests.healthcheck.reset_world import DCGM, STAND_IN, UUID, World, in_a_child
 
 FULL = bool(os.environ.get("APPLIANCE_FULL"))
 
