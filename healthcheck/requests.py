@@ -83,6 +83,7 @@ def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout
     arguments.finish()
     service.event("watchdog_set_healthy", gpu=gpu, reason=reason)
     service.post(SetHealthy(gpu, reason))
+    service.publisher.now()  # the state file says so before the reply does
     state = service.host.gpus[gpu]
     client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}: {state.reason}"})
 
@@ -92,6 +93,7 @@ def _maintenance(service: Service, arguments: Arguments, client: Client, timeout
     arguments.finish()
     service.event("watchdog_maintenance", on=on, reason=reason)
     service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
+    service.publisher.now()
     note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
     client.reply({"ok": True, "on": on, "note": note})
 

@@ -12,6 +12,7 @@ import pytest
 from appliance.control import ControlClient, ControlError
 from appliance.engine_calls import EngineCalls
 from appliance.events import read_events
+from healthcheck.cli import main as healthcheck
 from tests.healthcheck.watchdog_world import FULL, World
 
 KILLS = 60 if FULL else 4
@@ -226,3 +227,24 @@ def test_a_flipped_bit_of_the_weights_is_found_and_repaired(one: World) -> None:
 
 def flip(engine: EngineCalls) -> None:
     engine._control("flip", {"offset": 4096, "bit": 3}, {})
+
+
+def test_the_command_talks_to_it(one: World, capsys: pytest.CaptureFixture[str]) -> None:
+    one.start()
+    one.until(lambda: "v1" in str(one.gpu()["checks"]))
+    assert healthcheck(["check", "--golden"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for gpu in (0, 1):
+        for name in ("NVML", "engine v1", "golden answers v1", "weights v1"):
+            (line,) = [line for line in lines if line.startswith(f"gpu {gpu} ") and f" {name} " in line]
+            assert " ok " in line, line
+    assert healthcheck(["status"]) == 0
+    assert healthcheck(["maintenance", "on", "--reason", "driver"]) == 0
+    capsys.readouterr()
+    assert healthcheck(["status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["maintenance"]["reason"] == "driver"
+    assert healthcheck(["maintenance", "off", "--reason", "done"]) == 0
+    assert healthcheck(["inject-fault", "1", "xid:31", "--i-know"]) == 0
+    one.until(lambda: one.way(1)[-1:] == ["HEALTHY"])
+    assert healthcheck(["history", "--gpu", "1"]) == 0
+    assert "xid:31" in capsys.readouterr().out
