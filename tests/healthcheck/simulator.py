@@ -409,20 +409,26 @@ class World:
             raise Violation(f"at {self.now:.0f} s, step {self.steps}: {what}\n{states}")
 
     def check_step(self, before: HostState, after: HostState, commands: list[Command]) -> None:
+        out = {number for number, gpu in before.gpus.items() if gpu.state in OUT}
         for command in commands:
-            human = isinstance(command, Record) and command.reason.startswith("set healthy")
-            if isinstance(command, Record) and command.before in SERVING and command.after in OUT and not human:
-                self._check_taken_out(before, after, command)
+            if not isinstance(command, Record):
+                continue
+            if command.after in OUT:
+                out.add(command.gpu)
+            else:
+                out.discard(command.gpu)
+            human = command.reason.startswith("set healthy")
+            if command.before in SERVING and command.after in OUT and not human:
+                self._check_taken_out(before, after, command, len(out))
         resetting = [n for n, gpu in after.gpus.items() if gpu.state is State.RESETTING]
         self.require(len(resetting) <= 1, f"two GPUs in RESETTING: {resetting}")
 
-    def _check_taken_out(self, before: HostState, after: HostState, record: Record) -> None:
+    def _check_taken_out(self, before: HostState, after: HostState, record: Record, out: int) -> None:
         gpu = record.gpu
         others = [n for n in self.seen_admitted if n != gpu and before.gpus[n].state in SERVING]
         incident = after.gpus[gpu].incident
         if incident is not None and incident.cause in CAN_WAIT:
             self.require(bool(others), f"the last serving GPU {gpu} was taken out for {incident.cause}")
-        out = sum(state.state in OUT for state in after.gpus.values())
         serves = gpu in self.seen_admitted or before.gpus[gpu].held
         limit = self.policy.breaker.limit(len(self.gpus))
         self.require(not serves or out <= limit, f"the breaker: {out} GPUs out, {limit} may be")
@@ -456,9 +462,9 @@ class World:
             return True
         if any(key in alert for alert in self.host.alerts for key in (*fault.levels, ":mismatch")):
             return True  # told before, and still the same alert
-        if fault.answers:
-            return not gpu.admitted(self.now)  # else the golden probe sees it
         waits = {item.key for item in state.incident.seen} if state.incident and state.stage == "waiting" else set()
+        if fault.answers:  # the golden probe sees it, where the engine is admitted
+            return not gpu.admitted(self.now) or bool(waits & {fault.answers, "golden:mismatch"})
         return not self._probe(gpu) or waits.issuperset(fault.levels)
 
     # ------------------------------------------------------------------------------------------------------- what comes
