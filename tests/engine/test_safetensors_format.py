@@ -243,7 +243,7 @@ STRICTER = ("appears twice", "exactly dtype", "the name must", "is not supported
 
 
 OVER_63_BITS = (b"18446744073709551615", b"9223372036854775808")
-"""Sizes that the library takes in the shape of a tensor without elements; we refuse them, as numpy has no such shape."""
+"""Sizes that the library takes in the shape of a tensor without elements; we refuse them: numpy has no such shape."""
 
 
 @settings(max_examples=20_000 if FULL else 400, deadline=None)
