@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError
-from engine.jsonfile import open_regular, parse_json_object, shown
+from engine.jsonfile import lone_surrogate, open_regular, parse_json_object, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,9 +130,9 @@ def parse_header(header: bytes, *, data_bytes: int, where: str) -> tuple[dict[st
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
-    for text in (*metadata, *metadata.values(), *entries):
-        if not _is_unicode(text):
-            raise CheckpointError(f"{where}: {shown(text)} holds half a surrogate pair, which is no text")
+    position = lone_surrogate(header)
+    if position is not None:
+        raise CheckpointError(f"{where}: byte {position} of the header is half a surrogate pair, which is no text")
     start = 8 + len(header)
     tensors = {name: _tensor(name, entry, start, data_bytes, where) for name, entry in entries.items()}
     _check_cover(tensors, start, start + data_bytes, where)
@@ -163,15 +163,6 @@ def _tensor(name: str, entry: Any, start: int, data_bytes: int, where: str) -> T
     if need != end - begin:
         raise fail(f"{dtype} {shown(shape)} needs {need} bytes, but data_offsets give {end - begin}")
     return TensorInfo(name, dtype, tuple(shape), start + begin, need)
-
-
-def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON can spell ("\\ud800") and UTF-8 has no bytes for."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_size(value: object) -> bool:
