@@ -13,6 +13,7 @@ Signal keys (the policy's patterns match these):
   clocks:slowdown | clocks:thermal | clocks:power_brake | temperature:slowdown
   link:degraded | pcie:replays | nvlink:down | nvlink:errors | fabric:unhealthy
   engine:error | engine:stalled | engine:unreachable
+  engine:nonfinite | engine:index | engine:step | engine:fault     it tells kernel, layer, head, position
   golden:mismatch | checksum:mismatch
   probe:hung
 """

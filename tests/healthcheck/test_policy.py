@@ -89,6 +89,10 @@ ROWS = [
     ("engine:error", RESTART, RESTART, Needs.HUMAN),  # a sticky CUDA error ends with its process
     ("engine:stalled", RESTART, RESTART, Needs.HUMAN),
     ("engine:unreachable", RESTART, RESTART, Needs.HUMAN),
+    ("engine:nonfinite", ALERT, ALERT, Needs.HUMAN),  # golden answers decide
+    ("engine:index", RESTART, RESTART, Needs.HUMAN),
+    ("engine:step", ALERT, ALERT, Needs.HUMAN),
+    ("engine:fault", ALERT, ALERT, Needs.HUMAN),
     ("golden:mismatch", ABORT, ABORT, Needs.RMA),
     ("checksum:mismatch", ABORT, ABORT, Needs.RMA),
 ]
