@@ -27,11 +27,11 @@ class ControlError(ApplianceError):
 
 
 class SocketClient:
-    """A process of ours that listens on a control socket. `who` and `unit` are for messages; `about` goes before what
-    it says itself."""
+    """A process of ours that listens on a control socket. `who`, `unit` and `start` (how to have it running again) are
+    for messages; `about` goes before what it says itself."""
 
-    def __init__(self, path: Path, who: str, unit: str, about: str = "") -> None:
-        self._path, self._who, self._unit, self._about = path, who, unit, about
+    def __init__(self, path: Path, who: str, unit: str, start: str, about: str = "") -> None:
+        self._path, self._who, self._unit, self._start, self._about = path, who, unit, start, about
 
     def call(self, op: str, *, timeout: float = 30.0, **args: Any) -> dict[str, Any]:
         """The reply to `op`. `timeout`: seconds until it is reached (with wait=True) or answered.
@@ -43,7 +43,7 @@ class SocketClient:
         except (FileNotFoundError, ConnectionRefusedError):
             raise ControlError(
                 f"{self._who} is not running",
-                hint=f"systemctl start {self._unit}; `systemctl status` says why it stopped",
+                hint=f"{self._start}; `systemctl status {self._unit}` says why it stopped",
             ) from None
         except PermissionError:
             raise ControlError(f"no permission to ask {self._who}", hint="run as root", code=ExitCode.REFUSED) from None
@@ -109,13 +109,15 @@ class ControlClient(SocketClient):
     """The launcher of one GPU slot."""
 
     def __init__(self, paths: Paths, gpu: int) -> None:
-        super().__init__(
-            paths.control_socket(gpu), f"the launcher of GPU {gpu}", f"appliance-gpu@{gpu}", f"GPU {gpu}: "
-        )
+        start = f"`appliance start {gpu}`, also after too many starts; its holds are kept on disk"
+        who, unit = f"the launcher of GPU {gpu}", f"appliance-gpu@{gpu}"
+        super().__init__(paths.control_socket(gpu), who, unit, start, about=f"GPU {gpu}: ")
 
 
 class WatchdogClient(SocketClient):
     """The watchdog of this host (healthcheck/requests.py has its ops)."""
 
     def __init__(self, paths: Paths) -> None:
-        super().__init__(paths.watchdog_control, "the watchdog", "appliance-watchdog")
+        super().__init__(
+            paths.watchdog_control, "the watchdog", "appliance-watchdog", "`systemctl start appliance-watchdog`"
+        )

@@ -94,6 +94,7 @@ def main() -> None:
             "slots": host_probe.slots(ROOT),
         },
         "configured": Path("/etc/appliance/appliance.toml").is_file(),
+        "api_keys": host_probe.has_keys(ROOT),
     }
     module.exit_json(changed=False, appliance_host=facts, ansible_facts={"appliance_host": facts})
 
