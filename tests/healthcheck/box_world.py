@@ -1,0 +1,211 @@
+"""The whole host in the box: shipped units of launchers, gateways, watchdog and reset, two CPU engines with golden
+answers; a script plays NVML and our stand-in plays nvidia-smi, whose reset also clears the script's fault.
+
+Files and sockets of the box are used from out here through /proc/PID/root: a look costs no process in the box.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from appliance.control import ControlClient, WatchdogClient
+from appliance.engine_calls import EngineCalls
+from appliance.events import read_events
+from appliance.paths import Paths
+from healthcheck.script_edit import healthy_script, write_script
+from tests.healthcheck import fault_box
+from tests.host import appliance_box
+from tests.host.appliance_box import PYTHON, UID
+from tests.host.box import Box
+from tests.tiny import make_tiny_model
+
+GPUS = 2
+UUIDS = [f"CPU-{slot}" for slot in range(GPUS)]
+WATCHDOG = "appliance-watchdog.service"
+SCRIPT = "/var/lib/appliance/nvml.json"
+BOOT_ID = "/var/lib/appliance/boot_id"  # what the watchdog takes for the kernel's: a box cannot have its own
+REPAIR = ["SUSPECT", "STOPPING", "RESETTING", "WARMUP", "VERIFY", "PROBATION", "HEALTHY"]
+CONFIG = """
+schema = 1
+[gpus]
+backend = "cpu"
+cpu_slots = 2
+[engine]
+max_model_len = 512
+drain_timeout = 5
+arguments = ["--threads", "1", "--kv-tokens", "16384", "--allow-fault-injection"]
+"""
+# Times of the state machine, short. probation and verify stay what they are for the others: states, not sleeps.
+POLICY = """
+schema = 1
+[decide]
+partner_wait = 0.5
+peers_timeout = 20.0
+recheck_timeout = 5.0
+[attempts]
+retry_delay = 0.2
+[deferred]
+quiet = 0.5
+[limits]
+probe_interval = 0.5
+heartbeat_interval = 0.5
+golden_interval = 3.0
+probe_deadline = 1.5
+[timeouts]
+probation = 1.0
+mute_after_reset = 0.5
+reissue = 3.0
+"""
+DROP_IN = f"""
+[Unit]
+StartLimitIntervalSec=0
+[Service]
+RestartSec=0.1
+WatchdogSec=3
+BindReadOnlyPaths={BOOT_ID}:/proc/sys/kernel/random/boot_id
+ExecStart=
+ExecStart={PYTHON} -P -m healthcheck --scripted-nvml {SCRIPT}
+"""
+QUICK = "[Unit]\nStartLimitIntervalSec=0\n[Service]\nRestartSec=0.2\n"
+# What a reset changes of what NVML says (script_edit.reset_gpu has the list): volatile counters, pending remaps, wishes.
+CURED = {
+    "uncorrected_volatile": 0, "corrected_volatile": 0, "remap_pending": False, "recovery_action": 0,
+}  # fmt: skip
+
+
+class World:
+    def __init__(self, box: Box, tmp: Path) -> None:
+        self.box, self._tmp = box, tmp
+        self.paths = Paths.under(Path(f"/proc/{box.pid}/root"))
+
+    # -- making it
+    def install(self) -> None:
+        box = self.box
+        for unit in ("appliance-gpu@", "appliance-gateway@"):
+            box.write(f"/etc/systemd/system/{unit}.service.d/quick.conf", QUICK)
+        box.write(f"/etc/systemd/system/{WATCHDOG}.d/test.conf", DROP_IN)
+        appliance_box.install(box, slots=GPUS, config=CONFIG)
+        box.write("/etc/appliance/healthcheck.toml", POLICY)
+        box.write(BOOT_ID, "11111111-1111-1111-1111-111111111111\n")
+        fault_box.install(box, UUIDS, on_reset=[])
+        self.script()
+        for gpu in range(GPUS):
+            box.run(["systemctl", "start", f"appliance-gpu@{gpu}"], timeout=60)
+        self._release()
+        box.run(["systemctl", "start", "appliance-gateway@stable"], timeout=60)
+
+    def _release(self) -> None:
+        box = self.box
+        box.copy(make_tiny_model(self._tmp / "model"), "/root/model")
+        self.cli("appliance", "model", "add", "/root/model", "--name", "tiny")
+        self.cli("appliance", "release", "add", "v1", "--model", "tiny", "-q")
+        self.cli("appliance", "release", "use", "v1", "--wait", "-q")
+        self.until(lambda: all(self.serves(gpu) for gpu in range(GPUS)))
+
+    def cli(self, module: str, *words: str) -> str:
+        return self.box.run([PYTHON, "-P", "-m", module, *words], timeout=120).stdout
+
+    def script(self) -> None:
+        """NVML shows healthy GPUs again."""
+        write_script(self.nvml, healthy_script(UUIDS))
+
+    @property
+    def nvml(self) -> Path:
+        return self.paths.etc.parents[1] / SCRIPT.lstrip("/")
+
+    # -- the watchdog
+    def fresh(self) -> None:
+        """For a test: a ledger that is all HEALTHY, no events, resets that cure what a reset cures; a new watchdog."""
+        box = self.box
+        box.run(["systemctl", "stop", WATCHDOG])
+        for gpu in range(GPUS):
+            ControlClient(self.paths, gpu).call("unhold", owner="watchdog", wait=True, timeout=60)
+            ControlClient(self.paths, gpu).call("share", owner="watchdog", share=1.0)
+        ledger = [{"slot": slot, "uuid": uuid} for slot, uuid in enumerate(UUIDS)]
+        self.paths.gpus.write_text(json.dumps({"schema": 1, "gpus": ledger}))
+        for file in (self.paths.events, self.paths.watchdog_memory, *(self.paths.state / "resets").glob("*.json")):
+            file.unlink(missing_ok=True)
+        self.script()
+        cure = {"gpus": {uuid: {"fields": CURED} for uuid in UUIDS}}
+        fault_box.install(box, UUIDS, on_reset=[{"file": SCRIPT, "merge": cure}])
+        box.run(["systemctl", "reset-failed"], check=False)
+        self.until(lambda: all(self.serves(gpu) for gpu in range(GPUS)))
+        box.run(["systemctl", "start", WATCHDOG], timeout=60)
+        self.until(lambda: "v1" in str(self.gpu(0)["checks"]) and "v1" in str(self.gpu(1)["checks"]))
+
+    def document(self) -> dict[str, Any]:
+        return WatchdogClient(self.paths).call("status", timeout=30)["state"]  # type: ignore[no-any-return]
+
+    def gpu(self, gpu: int = 0) -> dict[str, Any]:
+        return self.document()["gpus"][gpu]  # type: ignore[no-any-return]
+
+    def ask(self, op: str, **args: Any) -> dict[str, Any]:
+        return WatchdogClient(self.paths).call(op, timeout=30, **args)
+
+    def pid(self) -> int:
+        """Of the watchdog, as the box counts; 0 while there is none."""
+        return int(self.box.show(WATCHDOG, "MainPID")["MainPID"])
+
+    def kill(self) -> None:
+        self.box.run(["systemctl", "kill", "--kill-who=main", "--signal=KILL", WATCHDOG])
+
+    # -- launchers, engines, gateway
+    def launcher(self, gpu: int) -> dict[str, Any]:
+        return json.loads(self.paths.launcher_state(gpu).read_text())  # type: ignore[no-any-return]
+
+    def serves(self, gpu: int) -> bool:
+        if not self.paths.launcher_state(gpu).exists():
+            return False
+        state = self.launcher(gpu)
+        return not state["holds"] and bool(state["engines"]) and all(entry["admitted"] for entry in state["engines"])
+
+    def engine_pid(self, gpu: int) -> int | None:
+        engines = self.launcher(gpu)["engines"]
+        return engines[0]["pid"] if engines else None
+
+    def engine(self, gpu: int) -> EngineCalls:
+        return EngineCalls(self.paths.engine_socket(gpu, "v1"))
+
+    def flip(self, gpu: int, offset: int, bit: int) -> None:
+        self.engine(gpu)._control("flip", {"offset": offset, "bit": bit}, {})
+
+    def scopes(self) -> list[str]:
+        shown = self.box.run(["systemctl", "list-units", "--plain", "--no-legend", "--all", "appliance-gpu*.scope"])
+        return [line.split()[0] for line in shown.stdout.splitlines()]
+
+    def resets(self) -> list[int]:
+        """How often the stand-in reset each GPU."""
+        return [gpu.get("resets", 0) for gpu in fault_box.state(self.box)["gpus"]]
+
+    # -- what happened
+    def events(self, name: str, **fields: Any) -> list[dict[str, Any]]:
+        found = [event for event in read_events(self.paths.events) if event["event"] == name]
+        return [event for event in found if fields.items() <= event.items()]
+
+    def way(self, gpu: int = 0) -> list[str]:
+        return [str(event["after"]) for event in self.events("watchdog_transition", gpu=gpu)]
+
+    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.box.journal(WATCHDOG, lines=60)
+            time.sleep(0.02)
+
+    def healthy(self, gpu: int = 0, seconds: float = 90.0) -> None:
+        """The end of a repair: HEALTHY again, serving in full."""
+        self.until(lambda: self.way(gpu)[-1:] == ["HEALTHY"], seconds)
+        self.until(lambda: self.serves(gpu) and self.launcher(gpu)["share"] == 1.0)
+
+
+@contextmanager
+def world(box_root: Path, tmp: Path) -> Iterator[World]:
+    with Box(box_root, **appliance_box.boot_options()) as box:
+        one = World(box, tmp)
+        one.install()
+        yield one
