@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from appliance.control import ControlClient, WatchdogClient
 from appliance.engine_calls import EngineCalls
 from appliance.events import read_events
 from appliance.paths import Paths
+from appliance.unix_http import UnixConnection
 from healthcheck.script_edit import healthy_script, write_script
 from tests.healthcheck import fault_box
 from tests.host import appliance_box
@@ -25,6 +29,7 @@ from tests.host.appliance_box import PYTHON, UID
 from tests.host.box import Box
 from tests.tiny import make_tiny_model
 
+URL = "http://127.0.0.1:8000"
 GPUS = 2
 UUIDS = [f"CPU-{slot}" for slot in range(GPUS)]
 WATCHDOG = "appliance-watchdog.service"
@@ -72,11 +77,56 @@ BindReadOnlyPaths={BOOT_ID}:/proc/sys/kernel/random/boot_id
 ExecStart=
 ExecStart={PYTHON} -P -m healthcheck --scripted-nvml {SCRIPT}
 """
+PCI = "00b5:{:02x}:00.0"  # of the scripted GPUs: a domain that nobody else's test has in this machine's kernel log
+_METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
+_REPLAYS = "appliance_gateway_replays_total{"
 QUICK = "[Unit]\nStartLimitIntervalSec=0\n[Service]\nRestartSec=0.2\n"
 # What a reset changes of what NVML says (script_edit.reset_gpu has the list): volatile counters, pending remaps, wishes.
 CURED = {
     "uncorrected_volatile": 0, "corrected_volatile": 0, "remap_pending": False, "recovery_action": 0,
 }  # fmt: skip
+
+
+def merge_toml(base: str, changes: str) -> str:
+    """Two levels of TOML, numbers only: what POLICY is made of."""
+    table = tomllib.loads(base)
+    for name, section in tomllib.loads(changes).items():
+        table.setdefault(name, {}).update(section)
+    lines = [f"{name} = {value}" for name, value in table.items() if not isinstance(value, dict)]
+    for name, section in table.items():
+        if isinstance(section, dict):
+            lines += [f"[{name}]", *(f"{key} = {value}" for key, value in section.items())]
+    return "\n".join([*lines, ""])
+
+
+class Load:
+    """fault_load.py in the box. Use: with one.load(32) as load: ...; load.result has what its clients saw."""
+
+    def __init__(self, box: Box, clients: int) -> None:
+        self.result: dict[str, Any] = {}
+        argv = [PYTHON, "-P", "-m", "tests.healthcheck.fault_load", URL, str(clients)]
+        self._process = box.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Load:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        assert self._process.stdout is not None and self._process.stdin is not None
+        if kind is not None:
+            self._process.kill()
+        self._process.stdin.close()
+        said = self._process.stdout.read()
+        self._process.stdout.close()
+        code = self._process.wait(120)
+        if kind is None:
+            assert code == 0
+            self.result = json.loads(said)
+
+    def nothing_lost(self) -> dict[str, Any]:
+        assert self.result["lost"] == [] and self.result["wrong"] == []
+        return self.result
 
 
 class World:
@@ -113,21 +163,26 @@ class World:
 
     def script(self) -> None:
         """NVML shows healthy GPUs again."""
-        write_script(self.nvml, healthy_script(UUIDS))
+        script = healthy_script(UUIDS)
+        for slot, uuid in enumerate(UUIDS):
+            script["gpus"][uuid]["pci"] = PCI.format(slot)
+        write_script(self.nvml, script)
 
     @property
     def nvml(self) -> Path:
         return self.paths.etc.parents[1] / SCRIPT.lstrip("/")
 
     # -- the watchdog
-    def fresh(self) -> None:
-        """For a test: a ledger that is all HEALTHY, no events, resets that cure what a reset cures; a new watchdog."""
+    def fresh(self, policy: str = "") -> None:
+        """For a test: a ledger that is all HEALTHY, no events, resets that cure what a reset cures; a new watchdog.
+        `policy`: lines that replace some of POLICY."""
         box = self.box
         box.run(["systemctl", "stop", WATCHDOG])
+        self.paths.healthcheck_config.write_text(merge_toml(POLICY, policy))
         for gpu in range(GPUS):
             ControlClient(self.paths, gpu).call("unhold", owner="watchdog", wait=True, timeout=60)
             ControlClient(self.paths, gpu).call("share", owner="watchdog", share=1.0)
-        ledger = [{"slot": slot, "uuid": uuid} for slot, uuid in enumerate(UUIDS)]
+        ledger = [{"slot": slot, "uuid": uuid, "since": time.time()} for slot, uuid in enumerate(UUIDS)]
         self.paths.gpus.write_text(json.dumps({"schema": 1, "gpus": ledger}))
         for file in (self.paths.events, self.paths.watchdog_memory, *(self.paths.state / "resets").glob("*.json")):
             file.unlink(missing_ok=True)
@@ -153,7 +208,24 @@ class World:
         return int(self.box.show(WATCHDOG, "MainPID")["MainPID"])
 
     def kill(self) -> None:
-        self.box.run(["systemctl", "kill", "--kill-who=main", "--signal=KILL", WATCHDOG])
+        """SIGKILL for the service's main process, without the detour through a command in the box: at once."""
+        group = self.box.cgroup / "appliance.slice" / WATCHDOG / "cgroup.procs"
+        for pid in group.read_text().split():  # as this machine counts them
+            if "-m\0healthcheck\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(int(pid), signal.SIGKILL)
+                return
+        raise AssertionError("there is no watchdog that could be killed")
+
+    def metrics(self) -> dict[str, float]:
+        """The watchdog's own, by name and labels."""
+        connection = UnixConnection(self.paths.watchdog_socket, 10.0)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        return {name: float(value) for name, _, value in (s.rpartition(" ") for s in lines if not s.startswith("#"))}
+
+    def ledger(self, gpu: int = 0) -> dict[str, Any]:
+        return json.loads(self.paths.gpus.read_text())["gpus"][gpu]  # type: ignore[no-any-return]
 
     # -- launchers, engines, gateway
     def launcher(self, gpu: int) -> dict[str, Any]:
@@ -174,6 +246,14 @@ class World:
 
     def flip(self, gpu: int, offset: int, bit: int) -> None:
         self.engine(gpu)._control("flip", {"offset": offset, "bit": bit}, {})
+
+    def replays(self) -> float:
+        """Streams that the gateway went on with elsewhere, so far."""
+        text = self.box.run(["python3", "-c", _METRICS]).stdout
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(_REPLAYS))
+
+    def load(self, clients: int) -> Load:
+        return Load(self.box, clients)
 
     def scopes(self) -> list[str]:
         shown = self.box.run(["systemctl", "list-units", "--plain", "--no-legend", "--all", "appliance-gpu*.scope"])

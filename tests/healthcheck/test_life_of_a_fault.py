@@ -1,0 +1,180 @@
+"""A sick GPU's way out of service and back, with all parts as they are shipped: systemd, launchers, engines, gateway,
+watchdog, reset unit. Only NVML (a script), nvidia-smi (a stand-in) and the hardware are not real.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from appliance.control import ControlClient
+from appliance.engine_calls import EngineUnavailable
+from appliance.golden import compare
+from healthcheck.script_edit import add_event, change_script, set_fields, set_gpu
+from healthcheck.scripted_faults import inject
+from tests.healthcheck import fault_box
+from tests.healthcheck.box_world import BOOT_ID, PCI, REPAIR, UUIDS, WATCHDOG, World, world
+from tests.host.plugin import HOST_SECONDS
+
+pytestmark = [pytest.mark.box, pytest.mark.timeout(HOST_SECONDS)]
+FULL = bool(os.environ.get("APPLIANCE_FULL"))
+CLIENTS = 32
+FLIPS = 200 if FULL else 12
+KILL_ROUNDS = 6 if FULL else 1
+MANY = "[attempts]\nresets = 50\nresets_per_week = 50\nrestarts = 50\n"
+
+
+@pytest.fixture(scope="module")
+def host(box_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(box_root, tmp_path_factory.mktemp("box")) as one:
+        yield one
+
+
+@pytest.fixture
+def one(host: World) -> World:
+    host.fresh()
+    return host
+
+
+def seed() -> int:
+    return int(os.environ.get("APPLIANCE_SEED", random.randrange(1 << 30)))
+
+
+def tell(one: World, what: str, gpu: int = 0) -> None:
+    """The phases of the last repair, as they were recorded."""
+    phases = one.gpu(gpu)["phases"]
+    spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+    inside = [event["detail"] for event in one.events("watchdog_reset", gpu=gpu)]
+    print(f"\n{what}: {sum(phases.values()):.2f} s ({spent}); reset: {'; '.join(inside)}")
+
+
+# ---------------------------------------------------------------------------------------------- nobody loses an answer
+def uncorrectable(one: World) -> None:
+    """What a GPU shows then: counters, NVML's events, the Xid and the recovery action that the driver asks for."""
+    set_fields(
+        one.nvml, UUIDS[0], uncorrected_volatile=1, uncorrected_volatile_dram=1, uncorrected_aggregate=1,
+        recovery_action=1,
+    )  # fmt: skip
+    add_event(one.nvml, UUIDS[0], "double_bit")
+    add_event(one.nvml, UUIDS[0], "xid", xid=48)
+
+
+def kernel_line(one: World) -> None:
+    """The line that NVIDIA's driver prints (health.md 2), through the kernel. User space is given facility 1."""
+    line = f"NVRM: Xid (PCI:{PCI.format(0)[:-2]}): 95, pid=4711, name=python3, Uncontained: LTC TAG error"
+    one.box.run(["sh", "-c", 'printf "<3>%s\\n" "$1" > /dev/kmsg', "write", line])
+
+
+@pytest.fixture
+def kernel_log(host: World) -> Iterator[None]:
+    """A box has no /dev/kmsg of its own: the machine's."""
+    if not os.access("/dev/kmsg", os.R_OK | os.W_OK):
+        pytest.skip("/dev/kmsg is not ours to write and read here")
+    host.box.run(["mknod", "/dev/kmsg", "c", "1", "11"])
+    yield
+    host.box.run(["rm", "/dev/kmsg"])
+
+
+def no_client_loses_an_answer(one: World, fault: Callable[[World], None], what: str) -> None:
+    fault_box.change(one.box, seconds=0.5)
+    before, replayed = (one.engine_pid(0), one.engine_pid(1)), one.replays()
+    shares: set[float] = set()
+    with one.load(CLIENTS) as load:
+        time.sleep(1.0)  # every client has a stream
+        fault(one)
+        one.until(lambda: one.ledger()["state"] == "RESETTING")
+        assert [scope for scope in one.scopes() if "gpu0" in scope] == [], "no engine while the GPU is reset"
+        assert one.ledger()["state"] == "RESETTING" and one.resets() == [0, 0]
+
+        def healthy() -> bool:
+            if one.ledger()["state"] == "PROBATION" and one.serves(0):
+                shares.add(one.launcher(0)["share"])
+            return one.way()[-1:] == ["HEALTHY"]
+
+        one.until(healthy, 120)
+        one.healthy()
+        time.sleep(1.0)
+    seen = load.nothing_lost()
+    assert seen["answers"] > CLIENTS and one.replays() > replayed, "streams were cut, and went on elsewhere"
+    assert [state for state in one.way() if state != "SUSPECT"] == REPAIR[1:] and one.way(1) == []
+    assert one.resets() == [1, 0] and fault_box.all_is_back(one.box)
+    assert shares == {0.25}, "on probation it has the policy's share"
+    assert one.engine_pid(0) != before[0] and one.engine_pid(1) == before[1]
+    assert "golden answers and weights as recorded" in one.events("watchdog_verified", gpu=0)[-1]["detail"]
+    tell(one, what)
+    print(f"{seen['answers']} answers of {CLIENTS} clients, {one.replays() - replayed:.0f} replays, the longest pause "
+          f"{seen['longest_pause']:.1f} s")  # fmt: skip
+
+
+def test_an_uncorrectable_error(one: World) -> None:
+    no_client_loses_an_answer(one, uncorrectable, "uncorrectable error")
+
+
+def test_a_line_of_the_kernel(kernel_log: None, one: World) -> None:
+    no_client_loses_an_answer(one, kernel_line, "Xid 95 in the kernel's log")
+    assert one.events("watchdog_signal", key="xid:95", gpu=0)[0]["source"] == "kmsg"
+
+
+# -------------------------------------------------------------------------------------------------- what must not harm
+def test_a_storm_of_corrected_errors_changes_nothing_but_metrics(one: World) -> None:
+    """17,700 a second: what NVSentinel #1748 saw on one GPU."""
+    name = 'appliance_gpu_nvml{gpu="0",field="corrected_volatile"}'
+    before = one.engine_pid(0), one.engine_pid(1)
+    with one.load(2 if not FULL else CLIENTS) as load:
+        set_gpu(one.nvml, UUIDS[0], per_second={"corrected_volatile": 17_700, "corrected_aggregate": 17_700})
+        add_event(one.nvml, UUIDS[0], "sbe_storm")
+        one.until(lambda: one.metrics().get(name, 0.0) > (500_000 if FULL else 50_000), 120)
+        assert one.launcher(0)["share"] == 1.0 and one.serves(0)
+    load.nothing_lost()
+    assert one.way() == [] and one.way(1) == [] and one.resets() == [0, 0]
+    assert (one.engine_pid(0), one.engine_pid(1)) == before
+    assert one.gpu()["owed"] is None and one.gpu()["incident"] is None
+    (check,) = [check for check in one.gpu()["checks"] if check["name"] == "corrected errors"]
+    assert check["status"] == "degraded", check
+
+
+def pinged(one: World) -> int:
+    """When the watchdog last said WATCHDOG=1 (systemd's clock, microseconds)."""
+    return int(one.box.show(WATCHDOG, "WatchdogTimestampMonotonic")["WatchdogTimestampMonotonic"])
+
+
+def compared(one: World) -> float:
+    return one.metrics().get('appliance_gpu_golden_total{gpu="0",verdict="same"}', 0.0)
+
+
+def nvml_check(one: World) -> str:
+    return next(check["status"] for check in one.gpu()["checks"] if check["name"] == "NVML")
+
+
+@pytest.mark.parametrize("where", ["nvml", "events"] if FULL else ["nvml"])
+def test_a_hung_nvml_never_stops_the_loop(one: World, where: str) -> None:
+    """WatchdogSec is 3 s here: without a ping from the loop systemd would end it."""
+    pid = one.pid()
+    change_script(one.nvml, lambda script: script.update(hang=where))
+    one.until(lambda: one.document()["counters"]["nvml_hangs"] >= 2)
+    first, golden = pinged(one), compared(one)
+    for _ in range(2):
+        last = pinged(one)
+        one.until(lambda last=last: pinged(one) > last)
+    one.until(lambda: compared(one) > golden, 30)
+    assert one.pid() == pid and one.box.show(WATCHDOG, "NRestarts")["NRestarts"] == "0"
+    assert one.way() == [] and one.serves(0) and one.resets() == [0, 0]
+    if where == "nvml":
+        hangs = one.document()["counters"]["nvml_hangs"]
+        assert hangs >= 2 and one.metrics()["appliance_watchdog_nvml_hangs_total"] >= hangs
+        hosts = {check["name"]: check["status"] for check in one.document()["checks"]}
+        assert "unknown" in (nvml_check(one), hosts["GPUs"]), (one.gpu()["checks"], hosts)
+    change_script(one.nvml, lambda script: script.pop("hang"))
+    since = time.time()
+    one.until(lambda: (one.gpu()["probed_at"] or 0) > since, 90)
+    assert nvml_check(one) == "ok" and pinged(one) > first
+    inject(one.nvml, UUIDS[0], "xid:95")  # and it acts again
+    one.healthy()
+    assert one.resets() == [1, 0]
