@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 import tomllib
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from appliance.unix_http import UnixConnection
 from healthcheck.script_edit import healthy_script, write_script
 from tests.healthcheck import fault_box
 from tests.host import appliance_box
-from tests.host.appliance_box import PYTHON, UID
+from tests.host.appliance_box import PYTHON
 from tests.host.box import Box
 from tests.tiny import make_tiny_model
 
@@ -33,6 +34,7 @@ URL = "http://127.0.0.1:8000"
 GPUS = 2
 UUIDS = [f"CPU-{slot}" for slot in range(GPUS)]
 WATCHDOG = "appliance-watchdog.service"
+UNITS = (WATCHDOG, "appliance-gateway@stable.service", *(f"appliance-gpu@{slot}.service" for slot in range(GPUS)))
 SCRIPT = "/var/lib/appliance/nvml.json"
 BOOT_ID = "/var/lib/appliance/boot_id"  # what the watchdog takes for the kernel's: a box cannot have its own
 REPAIR = ["SUSPECT", "STOPPING", "RESETTING", "WARMUP", "VERIFY", "PROBATION", "HEALTHY"]
@@ -46,7 +48,7 @@ max_model_len = 512
 drain_timeout = 5
 arguments = ["--threads", "1", "--kv-tokens", "16384", "--allow-fault-injection"]
 """
-# Times of the state machine, short. probation and verify stay what they are for the others: states, not sleeps.
+# Times of the state machine, short: what they are is the policy's own test.
 POLICY = """
 schema = 1
 [decide]
@@ -81,7 +83,7 @@ PCI = "00b5:{:02x}:00.0"  # of the scripted GPUs: a domain that nobody else's te
 _METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
 _REPLAYS = "appliance_gateway_replays_total{"
 QUICK = "[Unit]\nStartLimitIntervalSec=0\n[Service]\nRestartSec=0.2\n"
-# What a reset changes of what NVML says (script_edit.reset_gpu has the list): volatile counters, pending remaps, wishes.
+# What a reset changes of what NVML says (all of it: script_edit.reset_gpu).
 CURED = {
     "uncorrected_volatile": 0, "corrected_volatile": 0, "remap_pending": False, "recovery_action": 0,
 }  # fmt: skip
@@ -97,6 +99,12 @@ def merge_toml(base: str, changes: str) -> str:
         if isinstance(section, dict):
             lines += [f"[{name}]", *(f"{key} = {value}" for key, value in section.items())]
     return "\n".join([*lines, ""])
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Of Prometheus text: name and labels -> value."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
 
 
 class Load:
@@ -142,7 +150,7 @@ class World:
         box.write(f"/etc/systemd/system/{WATCHDOG}.d/test.conf", DROP_IN)
         appliance_box.install(box, slots=GPUS, config=CONFIG)
         box.write("/etc/appliance/healthcheck.toml", POLICY)
-        box.write(BOOT_ID, "11111111-1111-1111-1111-111111111111\n")
+        box.write(BOOT_ID, f"{uuid.uuid4()}\n")
         fault_box.install(box, UUIDS, on_reset=[])
         self.script()
         for gpu in range(GPUS):
@@ -158,14 +166,14 @@ class World:
         self.cli("appliance", "release", "use", "v1", "--wait", "-q")
         self.until(lambda: all(self.serves(gpu) for gpu in range(GPUS)))
 
-    def cli(self, module: str, *words: str) -> str:
-        return self.box.run([PYTHON, "-P", "-m", module, *words], timeout=120).stdout
+    def cli(self, module: str, *words: str, user: str | None = None) -> str:
+        return self.box.run([PYTHON, "-P", "-m", module, *words], timeout=120, user=user).stdout
 
     def script(self) -> None:
         """NVML shows healthy GPUs again."""
         script = healthy_script(UUIDS)
-        for slot, uuid in enumerate(UUIDS):
-            script["gpus"][uuid]["pci"] = PCI.format(slot)
+        for slot, name in enumerate(UUIDS):
+            script["gpus"][name]["pci"] = PCI.format(slot)
         write_script(self.nvml, script)
 
     @property
@@ -182,17 +190,27 @@ class World:
         for gpu in range(GPUS):
             ControlClient(self.paths, gpu).call("unhold", owner="watchdog", wait=True, timeout=60)
             ControlClient(self.paths, gpu).call("share", owner="watchdog", share=1.0)
-        ledger = [{"slot": slot, "uuid": uuid, "since": time.time()} for slot, uuid in enumerate(UUIDS)]
+        ledger = [{"slot": slot, "uuid": name, "since": time.time()} for slot, name in enumerate(UUIDS)]
         self.paths.gpus.write_text(json.dumps({"schema": 1, "gpus": ledger}))
         for file in (self.paths.events, self.paths.watchdog_memory, *(self.paths.state / "resets").glob("*.json")):
             file.unlink(missing_ok=True)
         self.script()
-        cure = {"gpus": {uuid: {"fields": CURED} for uuid in UUIDS}}
+        cure = {"gpus": {name: {"fields": CURED} for name in UUIDS}}
         fault_box.install(box, UUIDS, on_reset=[{"file": SCRIPT, "merge": cure}])
         box.run(["systemctl", "reset-failed"], check=False)
         self.until(lambda: all(self.serves(gpu) for gpu in range(GPUS)))
         box.run(["systemctl", "start", WATCHDOG], timeout=60)
         self.until(lambda: "v1" in str(self.gpu(0)["checks"]) and "v1" in str(self.gpu(1)["checks"]))
+
+    def reboot(self) -> None:
+        """As far as a box can: all of the appliance is stopped, /run/appliance is gone, the boot id is another one, and
+        everything starts at once. NVML shows healthy GPUs then."""
+        self.box.run(["systemctl", "stop", *UNITS], timeout=120)
+        self.box.run(["rm", "-rf", "/run/appliance"])
+        self.box.run(["systemd-tmpfiles", "--create", "appliance.conf"])
+        self.box.write(BOOT_ID, f"{uuid.uuid4()}\n")
+        self.script()
+        self.box.run(["systemctl", "start", *UNITS], timeout=120)
 
     def document(self) -> dict[str, Any]:
         return WatchdogClient(self.paths).call("status", timeout=30)["state"]  # type: ignore[no-any-return]
@@ -220,9 +238,9 @@ class World:
         """The watchdog's own, by name and labels."""
         connection = UnixConnection(self.paths.watchdog_socket, 10.0)
         connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
+        text = connection.getresponse().read().decode()
         connection.close()
-        return {name: float(value) for name, _, value in (s.rpartition(" ") for s in lines if not s.startswith("#"))}
+        return _samples(text)
 
     def ledger(self, gpu: int = 0) -> dict[str, Any]:
         return json.loads(self.paths.gpus.read_text())["gpus"][gpu]  # type: ignore[no-any-return]
@@ -247,10 +265,13 @@ class World:
     def flip(self, gpu: int, offset: int, bit: int) -> None:
         self.engine(gpu)._control("flip", {"offset": offset, "bit": bit}, {})
 
+    def gateway_metrics(self) -> dict[str, float]:
+        """The gateway's, and what it hands on of the engines and the watchdog."""
+        return _samples(self.box.run(["python3", "-c", _METRICS]).stdout)
+
     def replays(self) -> float:
         """Streams that the gateway went on with elsewhere, so far."""
-        text = self.box.run(["python3", "-c", _METRICS]).stdout
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(_REPLAYS))
+        return sum(value for name, value in self.gateway_metrics().items() if name.startswith(_REPLAYS))
 
     def load(self, clients: int) -> Load:
         return Load(self.box, clients)

@@ -1,4 +1,4 @@
-"""Clients of the gateway in the box, while something happens there: `python -m tests.healthcheck.fault_load URL CLIENTS`.
+"""Clients of the gateway, in the box, while something happens there: `python -m tests.healthcheck.fault_load URL N`.
 
 Each of a few requests is asked once, undisturbed; then "ready" is printed, and the clients stream them, over and over,
 until stdin ends. Each answer has to be the undisturbed one, character for character, in however many pieces it came.

@@ -20,7 +20,8 @@ from appliance.golden import compare
 from healthcheck.script_edit import add_event, change_script, set_fields, set_gpu
 from healthcheck.scripted_faults import inject
 from tests.healthcheck import fault_box
-from tests.healthcheck.box_world import BOOT_ID, PCI, REPAIR, UUIDS, WATCHDOG, World, world
+from tests.healthcheck.box_world import PCI, REPAIR, UUIDS, WATCHDOG, World, world
+from tests.host.appliance_box import PYTHON
 from tests.host.plugin import HOST_SECONDS
 
 pytestmark = [pytest.mark.box, pytest.mark.timeout(HOST_SECONDS)]
@@ -150,7 +151,7 @@ def compared(one: World) -> float:
 
 
 def nvml_check(one: World) -> str:
-    return next(check["status"] for check in one.gpu()["checks"] if check["name"] == "NVML")
+    return str(next(check["status"] for check in one.gpu()["checks"] if check["name"] == "NVML"))
 
 
 @pytest.mark.parametrize("where", ["nvml", "events"] if FULL else ["nvml"])
@@ -305,23 +306,68 @@ def test_killed_in_each_phase_it_goes_on_where_it_was(host: World, cause: str) -
 
 
 def test_a_reboot_takes_what_needed_one_back_into_service(one: World) -> None:
-    """The box cannot reboot: everything is stopped, /run is empty, and the kernel's boot id is another one."""
     inject(one.nvml, UUIDS[0], "xid:79")
     one.until(lambda: one.ledger()["state"] == "QUARANTINED")
     assert one.ledger()["needs"] == "reboot" and one.resets() == [0, 0]
-    units = [WATCHDOG, "appliance-gateway@stable", "appliance-gpu@0", "appliance-gpu@1"]
-    box = one.box
-    box.run(["systemctl", "restart", WATCHDOG])  # not a reboot
+    one.box.run(["systemctl", "restart", WATCHDOG])  # not a reboot
     one.until(lambda: one.ledger()["state"] == "QUARANTINED" and "v1" in str(one.gpu(1)["checks"]))
-    box.run(["systemctl", "stop", *units], timeout=120)
-    box.run(["sh", "-c", "rm -rf /run/appliance"])
-    box.run(["systemd-tmpfiles", "--create", "appliance.conf"])
-    box.write(BOOT_ID, "22222222-2222-2222-2222-222222222222\n")
-    one.script()
     seen = len(one.way())
-    box.run(["systemctl", "start", *units], timeout=120)
+    one.reboot()
     one.healthy()
     assert one.way()[seen:] == ["WARMUP", "VERIFY", "PROBATION", "HEALTHY"] and one.resets() == [0, 0]
     assert "golden answers and weights as recorded" in one.events("watchdog_verified", gpu=0)[-1]["detail"]
     assert one.way(1) == [] and one.serves(1)
     tell(one, "after a reboot")
+
+
+@pytest.fixture
+def as_a_power_cut(host: World) -> Iterator[None]:
+    """Nothing follows a reset that was killed: no ExecStopPost."""
+    drop_in = "/etc/systemd/system/appliance-gpu-reset@.service.d"
+    host.box.write(f"{drop_in}/cut.conf", "[Service]\nExecStopPost=\n")
+    host.box.run(["systemctl", "daemon-reload"])
+    yield
+    host.box.run(["rm", "-r", drop_in])
+    host.box.run(["systemctl", "daemon-reload"])
+
+
+def test_a_power_cut_in_the_middle_of_a_reset(as_a_power_cut: None, one: World) -> None:
+    """What the reset had stopped is started again by the watchdog's unit, and the GPU, which the reboot has reset, is
+    verified."""
+    fault_box.change(one.box, reset="hang")
+    inject(one.nvml, UUIDS[0], "xid:95")
+    one.until(lambda: any("--gpu-reset" in call for call in fault_box.state(one.box)["calls"]))
+    assert not fault_box.all_is_back(one.box)
+    one.kill()
+    one.box.run(["systemctl", "kill", "--signal=KILL", "appliance-gpu-reset@*"])
+    one.until(lambda: not fault_box.state(one.box).get("resets"))
+    fault_box.change(one.box, reset="ok")
+    one.reboot()
+    one.healthy()
+    assert fault_box.all_is_back(one.box) and one.resets() == [0, 0]
+    assert one.way() == ["STOPPING", "RESETTING", "WARMUP", "VERIFY", "PROBATION", "HEALTHY"]
+    assert one.launcher(0)["holds"] == {} and one.ledger()["incident"] is None
+
+
+# -------------------------------------------------------------------------------------------------- what people see
+def test_what_people_see_of_it(one: World) -> None:
+    """The command as root and as somebody else, and the gateway's /metrics, which hands on the watchdog's."""
+    one.until(lambda: compared(one) >= 1)
+    state = f'appliance_gpu_state{{gpu="0",uuid="{UUIDS[0]}",state="{{}}"}}'
+    one.until(lambda: one.gateway_metrics().get(state.format("HEALTHY")) == 1)
+    for user in (None, "appliance", "nobody"):
+        said = one.cli("healthcheck.cli", "status", user=user)
+        assert "2 of 2 GPUs healthy" in said or "healthy" in said.lower(), said
+    refused = one.box.run([PYTHON, "-P", "-m", "healthcheck.cli", "maintenance", "on", "--reason", "x"], user="nobody",
+                          check=False)  # fmt: skip
+    assert refused.returncode != 0 and "Traceback" not in refused.stderr
+    one.cli("healthcheck.cli", "inject-fault", "0", "xid:79", "--i-know")
+    one.until(lambda: one.ledger()["state"] == "QUARANTINED")
+    one.until(lambda: one.gateway_metrics().get(state.format("QUARANTINED")) == 1)
+    assert one.gateway_metrics()['appliance_gpu_needs{gpu="0",needs="reboot"}'] == 1
+    seen = one.box.run([PYTHON, "-P", "-m", "healthcheck.cli", "status"], user="nobody", check=False)
+    assert seen.returncode == 1 and "QUARANTINED" in seen.stdout and "reboot" in seen.stdout
+    assert "xid:79" in one.cli("healthcheck.cli", "history", "--gpu", "0")
+    one.script()
+    one.cli("healthcheck.cli", "set-healthy", "0", "--reason", "test")
+    one.healthy()
