@@ -14,7 +14,7 @@ import time
 import tomllib
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,13 @@ probation = 1.0
 mute_after_reset = 0.5
 reissue = 3.0
 """
+BOOT = f"[Service]\nBindReadOnlyPaths={BOOT_ID}:/proc/sys/kernel/random/boot_id\n"
 DROP_IN = f"""
 [Unit]
 StartLimitIntervalSec=0
 [Service]
 RestartSec=0.1
 WatchdogSec=3
-BindReadOnlyPaths={BOOT_ID}:/proc/sys/kernel/random/boot_id
 ExecStart=
 ExecStart={PYTHON} -P -m healthcheck --scripted-nvml {SCRIPT}
 """
@@ -148,6 +148,8 @@ class World:
         for unit in ("appliance-gpu@", "appliance-gateway@"):
             box.write(f"/etc/systemd/system/{unit}.service.d/quick.conf", QUICK)
         box.write(f"/etc/systemd/system/{WATCHDOG}.d/test.conf", DROP_IN)
+        for unit in (WATCHDOG, "appliance-gpu-reset@.service"):
+            box.write(f"/etc/systemd/system/{unit}.d/boot.conf", BOOT)
         appliance_box.install(box, slots=GPUS, config=CONFIG)
         box.write("/etc/appliance/healthcheck.toml", POLICY)
         box.write(BOOT_ID, f"{uuid.uuid4()}\n")
@@ -225,14 +227,16 @@ class World:
         """Of the watchdog, as the box counts; 0 while there is none."""
         return int(self.box.show(WATCHDOG, "MainPID")["MainPID"])
 
-    def kill(self) -> None:
-        """SIGKILL for the service's main process, without the detour through a command in the box: at once."""
+    def kill(self) -> bool:
+        """SIGKILL for the service's main process, without the detour through a command in the box: at once. False: it
+        does not run (it was killed, and is about to be started again)."""
         group = self.box.cgroup / "appliance.slice" / WATCHDOG / "cgroup.procs"
-        for pid in group.read_text().split():  # as this machine counts them
-            if "-m\0healthcheck\0" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(int(pid), signal.SIGKILL)
-                return
-        raise AssertionError("there is no watchdog that could be killed")
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for pid in group.read_text().split():  # as this machine counts them
+                if "-m\0healthcheck\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+                    return True
+        return False
 
     def metrics(self) -> dict[str, float]:
         """The watchdog's own, by name and labels."""
