@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from appliance.control import ControlClient, WatchdogClient
+from appliance.control import ControlClient, ControlError, WatchdogClient
 from appliance.engine_calls import EngineCalls
 from appliance.events import read_events
 from appliance.paths import Paths
@@ -99,6 +99,14 @@ def merge_toml(base: str, changes: str) -> str:
         if isinstance(section, dict):
             lines += [f"[{name}]", *(f"{key} = {value}" for key, value in section.items())]
     return "\n".join([*lines, ""])
+
+
+def _try(condition: Callable[[], Any]) -> Any:
+    """False also while the watchdog is not there to be asked: it was killed, and is about to come back."""
+    try:
+        return condition()
+    except ControlError:
+        return False
 
 
 def _samples(text: str) -> dict[str, float]:
@@ -218,6 +226,7 @@ class World:
         return WatchdogClient(self.paths).call("status", timeout=30)["state"]  # type: ignore[no-any-return]
 
     def gpu(self, gpu: int = 0) -> dict[str, Any]:
+        """ControlError while the watchdog is being started."""
         return self.document()["gpus"][gpu]  # type: ignore[no-any-return]
 
     def ask(self, op: str, **args: Any) -> dict[str, Any]:
@@ -298,7 +307,7 @@ class World:
 
     def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
-        while not condition():
+        while not _try(condition):
             assert time.monotonic() < deadline, self.box.journal(WATCHDOG, lines=60)
             time.sleep(0.02)
 

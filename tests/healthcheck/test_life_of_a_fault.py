@@ -286,6 +286,7 @@ def test_killed_in_each_phase_it_goes_on_where_it_was(host: World, cause: str) -
     fault_box.change(one.box, seconds=1.0)
     with one.load(8) as load:
         for incident in range(1, 1 + KILL_ROUNDS):
+            one.until(lambda: one.gpu()["probed_at"] is not None)  # NVML tells of nothing from before it was opened
             inject(one.nvml, UUIDS[0], cause)
             for phase in phases:
                 one.until(lambda phase=phase, n=incident: one.way().count(phase) >= n)
