@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.spawn import python_env
 from healthcheck.nvml import child_command
 from tests.healthcheck import box_world
 from tests.host.appliance_box import PYTHON, why_not_here
@@ -58,7 +59,8 @@ def nvml_child_mib() -> float | None:
     """PSS of the real NVML child after a reading; None where nvidia-ml-py is not installed."""
     if importlib.util.find_spec("pynvml") is None:
         return None
-    with subprocess.Popen(child_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(child_command(), stdin=pipe, stdout=pipe, text=True, env=python_env()) as child:
         assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write('{"id":1,"op":"read","known":{},"skip":[]}\n')
@@ -70,6 +72,12 @@ def nvml_child_mib() -> float | None:
             child.kill()
 
 
+def look(one: box_world.World, *words: str) -> None:
+    """Status 3 is fine: a box has no kernel log, which is unknown."""
+    done = one.box.run([PYTHON, "-P", "-m", "healthcheck.cli", "check", *words], check=False)
+    assert done.returncode in (0, 3), done.stdout + done.stderr
+
+
 def measure(seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, box_world.world(root_filesystem(BOX), Path(folder)) as one:
         one.paths.healthcheck_config.unlink()
@@ -78,13 +86,13 @@ def measure(seconds: float) -> dict[str, Any]:
         one.box.run(["systemctl", "start", box_world.WATCHDOG], timeout=60)
         unit = Unit(one)
         time.sleep(FIRST_GOLDEN_SECONDS)
-        one.cli("healthcheck.cli", "check")  # NVML has been read
+        look(one)
         began, before = time.monotonic(), unit.cpu_seconds()
         time.sleep(seconds)
         spent, took = unit.cpu_seconds() - before, time.monotonic() - began
         pss = unit.pss()
         before = unit.cpu_seconds()
-        one.cli("healthcheck.cli", "check", "--golden")
+        look(one, "--golden")
         golden = unit.cpu_seconds() - before
     return {
         "bench": "watchdog_idle",
