@@ -163,6 +163,7 @@ class World:
         box.write(BOOT_ID, f"{uuid.uuid4()}\n")
         fault_box.install(box, UUIDS, on_reset=[])
         self.script()
+        box.run(["systemctl", "enable", "appliance.target", *UNITS])  # what `appliance start` starts
         for gpu in range(GPUS):
             box.run(["systemctl", "start", f"appliance-gpu@{gpu}"], timeout=60)
         self._release()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from appliance.golden import compare
 from healthcheck.script_edit import add_event, change_script, set_fields, set_gpu
 from healthcheck.scripted_faults import inject
 from tests.healthcheck import fault_box
-from tests.healthcheck.box_world import PCI, REPAIR, UUIDS, WATCHDOG, World, world
+from tests.healthcheck.box_world import PCI, REPAIR, SCRIPT, UUIDS, WATCHDOG, World, world
 from tests.host.appliance_box import PYTHON
 from tests.host.plugin import HOST_SECONDS
 
@@ -67,9 +68,9 @@ def uncorrectable(one: World) -> None:
     add_event(one.nvml, UUIDS[0], "xid", xid=48)
 
 
-def kernel_line(one: World) -> None:
-    """The line that NVIDIA's driver prints (health.md 2), through the kernel. User space is given facility 1."""
-    line = f"NVRM: Xid (PCI:{PCI.format(0)[:-2]}): 95, pid=4711, name=python3, Uncontained: LTC TAG error"
+def kernel_line(one: World, xid: int = 95, text: str = "Uncontained: LTC TAG error", gpu: int = 0) -> None:
+    """A line as NVIDIA's driver prints it, through the kernel, which gives user space facility 1."""
+    line = f"NVRM: Xid (PCI:{PCI.format(gpu)[:-2]}): {xid}, pid=4711, name=python3, {text}"
     one.box.run(["sh", "-c", 'printf "<3>%s\\n" "$1" > /dev/kmsg', "write", line])
 
 
@@ -154,6 +155,10 @@ def nvml_check(one: World) -> str:
     return str(next(check["status"] for check in one.gpu()["checks"] if check["name"] == "NVML"))
 
 
+def no_hang(script: dict[str, Any]) -> None:
+    script.pop("hang")
+
+
 @pytest.mark.parametrize("where", ["nvml", "events"] if FULL else ["nvml"])
 def test_a_hung_nvml_never_stops_the_loop(one: World, where: str) -> None:
     """WatchdogSec is 3 s here: without a ping from the loop systemd would end it."""
@@ -169,7 +174,7 @@ def test_a_hung_nvml_never_stops_the_loop(one: World, where: str) -> None:
     assert one.way() == [] and one.serves(0) and one.resets() == [0, 0]
     assert one.metrics()["appliance_watchdog_nvml_hangs_total"] >= 2
     one.until(lambda: nvml_check(one) == "unknown")
-    change_script(one.nvml, lambda script: script.pop("hang"))
+    change_script(one.nvml, no_hang)
     since = time.time()
     one.until(lambda: (one.gpu()["probed_at"] or 0) > since, 90)
     assert nvml_check(one) == "ok" and pinged(one) > first
@@ -183,8 +188,39 @@ def test_an_nvml_that_hangs_when_it_is_closed_does_not_keep_a_gpu_from_its_reset
     change_script(one.nvml, lambda script: script.update(hang="close"))
     add_event(one.nvml, UUIDS[0], "xid", xid=95)
     one.until(lambda: one.resets() == [1, 0])
-    change_script(one.nvml, lambda script: script.pop("hang"))
+    change_script(one.nvml, no_hang)
     one.healthy()
+
+
+def test_a_gpu_whose_firmware_hangs_is_reset_though_nvml_does_not_answer(kernel_log: None, one: World) -> None:
+    """open-gpu-kernel-modules #446: Xid 119 in the kernel's log, and every call of NVML waits. The reset ends that."""
+    cure = {"hang": None}
+    fault_box.change(one.box, on_reset=[{"file": SCRIPT, "merge": cure}])
+    with one.load(8) as load:
+        change_script(one.nvml, lambda script: script.update(hang="nvml"))
+        one.until(lambda: nvml_check(one) == "unknown")
+        kernel_line(one, 119, "Timeout waiting for RPC from GSP0! Expected function 76")
+        one.until(lambda: one.way()[-1:] == ["HEALTHY"], 90)
+        one.healthy()
+    load.nothing_lost()
+    assert one.resets() == [1, 0] and one.way(1) == [] and nvml_check(one) == "ok"
+    tell(one, "Xid 119 while NVML hangs")
+
+
+def test_two_gpus_at_once_are_one_cause_and_nothing_is_reset(kernel_log: None, one: World) -> None:
+    before = one.engine_pid(0), one.engine_pid(1)
+    with one.load(8) as load:
+        for gpu in (0, 1):
+            kernel_line(one, 109, "Ctxsw timeout", gpu)
+        one.until(lambda: one.document()["breaker"])
+        time.sleep(1.0)
+    load.nothing_lost()
+    one.until(lambda: one.serves(0) and one.serves(1))
+    assert one.resets() == [0, 0] and "GPUs 0, 1" in one.events("watchdog_alert", key="halted")[0]["text"]
+    assert one.engine_pid(1) == before[1], "the second one was not even stopped"
+    for gpu in (0, 1):
+        one.cli("healthcheck.cli", "set-healthy", str(gpu), "--reason", "driver is fine again")
+        one.until(lambda gpu=gpu: one.ledger(gpu)["state"] == "HEALTHY")
 
 
 # ------------------------------------------------------------------------------------------------- weights that changed
@@ -352,6 +388,40 @@ def test_all_are_killed_in_the_middle_of_a_reset(as_a_power_cut: None, one: Worl
     assert rebooted or fault_box.all_is_back(one.box)
     one.healthy()
     assert one.ledger()["incident"] is None and list((one.paths.state / "resets").glob("*.intent.json")) == []
+
+
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
+@pytest.mark.parametrize("phase", ["STOPPING", "RESETTING", "WARMUP", "VERIFY"])
+def test_a_launcher_that_is_killed_meanwhile_delays_the_repair(one: World, phase: str) -> None:
+    """Its hold is on disk, and the watchdog asks until a launcher answers."""
+    fault_box.change(one.box, seconds=1.0)
+    with one.load(4) as load:
+        inject(one.nvml, UUIDS[0], "xid:95")
+        one.until(lambda: phase in one.way())
+        one.box.run(["systemctl", "kill", "--kill-who=main", "--signal=KILL", "appliance-gpu@0"])
+        one.until(lambda: one.way()[-1:] == ["HEALTHY"], 120)
+        one.healthy()
+    load.nothing_lost()
+    assert one.resets() == [1, 0] and one.way(1) == [] and fault_box.all_is_back(one.box)
+
+
+@pytest.mark.skipif(not FULL, reason="APPLIANCE_FULL=1")
+@pytest.mark.parametrize("phase", ["RESETTING", "WARMUP", "PROBATION"])
+def test_stopped_and_started_as_a_whole_in_the_middle_of_a_repair(one: World, phase: str) -> None:
+    """`appliance stop` and `appliance start`, as an upgrade does."""
+    fault_box.change(one.box, seconds=1.0)
+    inject(one.nvml, UUIDS[0], "xid:95")
+    one.until(lambda: phase in one.way())
+    one.cli("appliance", "stop")
+    assert one.box.show(WATCHDOG, "ActiveState")["ActiveState"] == "inactive"
+    one.cli("appliance", "start")
+    assert one.box.show(WATCHDOG, "ActiveState")["ActiveState"] == "active"
+    one.until(lambda: one.way()[-1:] == ["HEALTHY"], 120)
+    one.healthy()
+    assert one.resets() == [1, 0] and one.serves(1) and one.way(1) == [] and fault_box.all_is_back(one.box)
+    with one.load(4) as load:
+        time.sleep(1.0)
+    load.nothing_lost()
 
 
 # -------------------------------------------------------------------------------------------------- what people see
