@@ -124,6 +124,21 @@ def test_a_line_of_the_kernel(kernel_log: None, one: World) -> None:
     assert one.events("watchdog_signal", key="xid:95", gpu=0)[0]["source"] == "kmsg"
 
 
+def test_these_clients_notice_a_wrong_answer(one: World) -> None:
+    """Else the tests here would prove nothing. Some weights of one engine get another sign."""
+    one.box.run(["systemctl", "stop", WATCHDOG])
+    size = int(one.engine(1).state()["engine"]["weights_bytes"])
+    places = [(offset // 4 * 4 + 3, 7) for offset in range(0, size, size // 150)]
+    with one.load(8) as load:
+        for offset, bit in places:
+            one.flip(1, offset, bit)
+        time.sleep(1.0)
+        for offset, bit in places:
+            one.flip(1, offset, bit)
+    assert load.result["wrong"], load.result
+    assert one.engine(1).checksum()["ok"]
+
+
 # -------------------------------------------------------------------------------------------------- what must not harm
 def test_a_storm_of_corrected_errors_changes_nothing_but_metrics(one: World) -> None:
     """17,700 a second: what NVSentinel #1748 saw on one GPU."""
