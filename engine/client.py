@@ -27,6 +27,7 @@ from engine.messages import (
     ControlReply,
     CoreMessage,
     Fatal,
+    Fault,
     Generate,
     Loading,
     Ready,
@@ -110,6 +111,9 @@ class RequestHandle:
             self._client._forget(self)
 
 
+MAX_FAULTS = 16  # that /admin/state shows
+
+
 class EngineClient:
     """Owner of the engine-core process and of every open RequestHandle."""
 
@@ -126,6 +130,7 @@ class EngineClient:
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.fatal: Fatal | None = None
+        self.faults: collections.deque[Fault] = collections.deque(maxlen=MAX_FAULTS)  # the newest, oldest first
         self.on_death = asyncio.Event()
         self._ready_or_dead = asyncio.Event()
         self._handles: dict[str, RequestHandle] = {}
@@ -349,6 +354,8 @@ class EngineClient:
             case Tokens():
                 if (handle := self._handles.get(message.request_id)) is not None:
                     handle._deliver(message)
+            case Fault():
+                self.faults.append(message)
             case Stats():
                 now = time.monotonic()
                 if message.steps and (self.stats is None or message.steps != self.stats.steps):

@@ -14,21 +14,18 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from engine.backend import Backend, Failure, LoadProgress, Pending, StepResult, StepWork, create_backend
 from engine.choice import Choice
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig, context_length, scheduler_config, with_defaults
 from engine.errors import AdmissionError, ConfigError, DeviceLost, EngineError
-from engine.faults import flip
 from engine.host_memory import resident_bytes
-from engine.jobs import Jobs
 from engine.kv_cache import KVCache
 from engine.log import log_event
-from engine.messages import ControlReply, CoreMessage, FlipArgs, Generate, GoldenArgs, NoArgs, Ready, Stats, Tokens
+from engine.messages import CoreMessage, Fault, Generate, Ready, Stats, Tokens
+from engine.operations import Operations
 from engine.probe import Probe
 from engine.sampler import SampleState
 from engine.scheduler import Scheduler, StepPlan
@@ -36,8 +33,6 @@ from engine.sequence import Sequence
 from engine.types import PAGE_TOKENS, FinishReason, SampleResult
 
 log = logging.getLogger("appliance.engine")
-
-T = TypeVar("T")
 
 IDLE_STATS_SECONDS = 0.5
 MAX_FAILED_STEPS = 3
@@ -85,11 +80,15 @@ class Engine:
         self._steps = 0
         self._last_step_seconds = 0.0
         self._longest_step_seconds = self._warm_step_seconds = 0.0
-        self._jobs = Jobs()
         self._stats_at = 0.0
         self._located_at = -LOCATE_SECONDS
         self._failed_steps = 0
         self._probe = Probe(backend, self.kv_cache, PAGE_TOKENS)  # short pieces: the streams wait for each
+        self._faults = 0  # reported so far
+        self._operations = Operations(
+            backend, self.kv_cache, self._probe, self._check_prompt,
+            allow_fault_injection=self.config.allow_fault_injection,
+        )  # fmt: skip
 
     @classmethod
     def load(cls, config: CoreConfig, *, progress: LoadProgress | None = None) -> Engine:
@@ -124,12 +123,12 @@ class Engine:
         self._warm_step_seconds = self._longest_step_seconds = per_token * limits.max_batch_tokens
 
     def close(self) -> None:
-        self._jobs.close()
+        self._operations.close()
         self.backend.close()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._jobs)
+        return self.scheduler.has_work or bool(self._operations)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class Engine:
             # Slowly forgotten: one step that was held up (a stopped process) must not excuse silence for ever.
             expected = max(self._warm_step_seconds, 0.99 * self._longest_step_seconds)
             self._longest_step_seconds = max(expected, self._last_step_seconds)
-        out += self._jobs.advance()
+        out += self._operations.advance()
         busy = collect or launched
         if not busy and not self.has_work and now - self._stats_at >= IDLE_STATS_SECONDS:
             self.scheduler.check_integrity()  # cheap when idle, and the moment a leak is provable
@@ -261,7 +260,8 @@ class Engine:
             raise EngineError(f"{self._failed_steps} steps in a row failed: {error}") from error
         where = {"op": "step", "step": self._steps}
         failed = self.scheduler.fail(step.plan)
-        return [self._report(self._choices[seq.seq_id], error=str(error), error_where=where) for seq in failed]
+        ends = [self._report(self._choices[seq.seq_id], error=str(error), error_where=where) for seq in failed]
+        return [self._fault("step", str(error), where), *ends]
 
     def _commit(self, step: _InFlight, result: StepResult) -> list[CoreMessage]:
         """Take in what a step computed, but for sequences that have ended since it was launched."""
@@ -280,9 +280,9 @@ class Engine:
                     stopped[seq_id] = FinishReason.STOP
         places = {seq_id: self._locate(self._choices[seq_id], failure.where) for seq_id, failure in broken.items()}
         ended = self.scheduler.commit(step.plan, tokens, stopped | dict.fromkeys(broken, FinishReason.ERROR))
-        out: list[CoreMessage] = [
-            self._failed(self._choices[seq_id], failure, places[seq_id]) for seq_id, failure in broken.items()
-        ]
+        out: list[CoreMessage] = []
+        for seq_id, failure in broken.items():
+            out += self._failed(self._choices[seq_id], failure, places[seq_id])
         for _, choice in alive:
             if choice.sequence.seq_id in tokens:
                 out.append(self._result(choice, result.samples[choice.sequence.seq_id]))
@@ -326,11 +326,16 @@ class Engine:
 
     # ---- what a step means for a choice ----------------------------------------------------------------------------
 
-    def _failed(self, choice: Choice, failure: Failure, where: dict[str, Any]) -> Tokens:
+    def _failed(self, choice: Choice, failure: Failure, where: dict[str, Any]) -> list[CoreMessage]:
         where = {**where, "step": self._steps}
         index = choice.sequence.index
         log_event(log, logging.ERROR, "request_failed", failure.text, req_id=choice.log_id, choice=index, **where)
-        return self._report(choice, error=failure.text, error_where=where)
+        kind = str(where.get("error", "nonfinite"))  # without the device's own word it is what the sampler found
+        return [self._fault(kind, failure.text, where), self._report(choice, error=failure.text, error_where=where)]
+
+    def _fault(self, kind: str, error: str, where: dict[str, Any]) -> Fault:
+        self._faults += 1
+        return Fault(number=self._faults, kind=kind, error=error, where=where, at=time.monotonic())
 
     def _result(self, choice: Choice, result: SampleResult) -> Tokens:
         if choice.sequence.finish_reason is FinishReason.STOP:
@@ -386,40 +391,7 @@ class Engine:
 
     def control(self, control_id: int, op: str, args: dict[str, Any]) -> list[CoreMessage]:
         """Start answering an operator's question; long answers come out of later steps. Wrong arguments are refused."""
-        try:
-            match op:
-                case "golden":
-                    prompt_ids = _arguments(op, args, GoldenArgs).prompt_ids
-                    self._check_prompt(prompt_ids, 1)
-                    self._jobs.start(control_id, self._probe.golden(prompt_ids))
-                    return []
-                case "checksum":
-                    _arguments(op, args, NoArgs)
-                    self._jobs.start(control_id, self.backend.checksum())
-                    return []
-                case "flip":
-                    return [ControlReply(control_id=control_id, ok=True, result=self._flip(op, args))]
-                case "drop_prefix_cache":
-                    _arguments(op, args, NoArgs)
-                    pages = self.kv_cache.drop_prefix_cache()
-                    return [ControlReply(control_id=control_id, ok=True, result={"pages": pages})]
-            raise AdmissionError(f"unknown control operation {op!r}")
-        except AdmissionError as error:
-            return [ControlReply(control_id=control_id, ok=False, error=error.message, refused=True)]
-
-    def _flip(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
-        if not self.config.allow_fault_injection:
-            raise AdmissionError("fault injection is off; start the engine with --allow-fault-injection, for a test")
-        result = flip(self.backend, _arguments(op, args, FlipArgs))
-        log_event(log, logging.WARNING, "fault_injected", "one bit of the weights was turned over on request", **result)
-        return result
+        return [*self._operations.start(control_id, op, args)]
 
     def cancel_control(self, control_id: int) -> None:
-        self._jobs.cancel(control_id)
-
-
-def _arguments(op: str, args: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(args, kind)
-    except msgspec.ValidationError as error:
-        raise AdmissionError(f"arguments of {op}: {error}") from error
+        self._operations.cancel(control_id)

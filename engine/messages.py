@@ -104,6 +104,17 @@ class Tokens(_Message, tag="tok"):
     error_where: dict[str, Any] | None = None  # layer, op, position
 
 
+class Fault(_Message, tag="fault"):
+    """Something went wrong on the device or in a step; the requests that it cost are told by their Tokens as well. A
+    lost device ends the process: Fatal tells."""
+
+    number: int  # 1, 2 ... since start
+    kind: str  # "nonfinite", "page_range", "position_range", "token_range", "logits"; "step"
+    error: str
+    where: dict[str, Any]  # as far as known: op (the kernel), layer, head, position, value, sm, step
+    at: float
+
+
 class Stats(_Message, tag="stats"):
     """Sent after every step and when idle at least once a second: also engine-core's heartbeat."""
 
@@ -136,4 +147,4 @@ class Fatal(_Message, tag="fatal"):
     exit_code: int = 1
 
 
-CoreMessage = Loading | Ready | Tokens | Stats | ControlReply | Fatal
+CoreMessage = Loading | Ready | Tokens | Fault | Stats | ControlReply | Fatal

@@ -35,7 +35,9 @@ from healthcheck.machine_types import (
     Verify,
     WarmedUp,
     Warmup,
+    WatchReset,
 )
+from healthcheck.resetter import Done as ResetEnd
 from healthcheck.resetter import Resetter
 from healthcheck.verification import Found, Verification
 
@@ -90,6 +92,8 @@ class Actions:
                 self._begin(command.gpu, "engine", command, self._verify)
             case ResetGpu():
                 self._begin(command.gpu, "reset", command, self._reset)
+            case WatchReset():
+                self._begin(command.gpu, "reset", command, self._watch_reset)
             case _:
                 return False
         return True
@@ -248,13 +252,19 @@ class Actions:
 
     # -- reset
     def _reset(self, command: ResetGpu, report: Report) -> None:
+        self._resetter.reset(command.uuid, command.requested, self._reset_done(command.gpu, report))
+
+    def _watch_reset(self, command: WatchReset, report: Report) -> None:
+        self._resetter.watch(command.uuid, command.requested, self._reset_done(command.gpu, report))
+
+    def _reset_done(self, gpu: int, report: Report) -> ResetEnd:
         def done(ok: bool, detail: str, needs: str | None, phases: dict[str, float]) -> None:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
             text = f"{detail} ({spent})" if spent else detail
             known = Needs(needs) if needs in list(Needs) else None
-            report(ResetDone(command.gpu, ok, text, known))
+            report(ResetDone(gpu, ok, text, known))
 
-        self._resetter.reset(command.uuid, command.requested, done)
+        return done
 
 
 def _both(levels: Found, answers: Found) -> Found:

@@ -14,11 +14,13 @@ MAX_REASON_CHARS = 500
 EPILOGS = {
     "set-healthy": """\
 Ends a quarantine (or an incident that hangs): the GPU is verified, and then serves again; its attempts are forgotten.
+Refused while the watchdog is at work on this GPU, or while its reset unit has not ended.
 examples:
   healthcheck set-healthy 3 --reason "board swapped, ticket 4711"
 """,
     "maintenance": """\
-While it is on, the watchdog probes and shows, and acts on nothing: for driver upgrades and work at the machine.
+While it is on, the watchdog probes and shows, and acts on nothing: for driver upgrades and work at the machine. A reset
+that runs ends first, and until then "off" is refused.
 examples:
   healthcheck maintenance on --reason "driver 580.95"
   healthcheck maintenance off --reason "done"
@@ -30,7 +32,7 @@ examples:
   healthcheck inject-fault 0 xid:48 --i-know
 """,
 }
-EXIT_CODES = "exit codes: 0 done, 1 failed, 2 usage, 4 refused\n"
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 usage, 3 not known, 4 refused, 5 busy: a reset runs\n"
 
 
 class Refused(ApplianceError):

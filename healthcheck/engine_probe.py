@@ -1,8 +1,8 @@
 """Whether the engines of one GPU work: they answer, they step while work is queued, they do not die; and, now and then,
 whether they compute what was recorded (golden answers, checksum of the weights).
 
-Nothing blocks: short questions go over the loop, long ones are errands. Only an answer that differs, an end that the
-launcher saw, or a standstill is a signal; no answer is unknown.
+Nothing blocks: short questions go over the loop, long ones are errands. Only an answer that differs, an error that the
+engine tells of, an end that the launcher saw, or a standstill is a signal; no answer is unknown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from appliance.launcher.health import Question, Reply, StallWatch, read_health
 from appliance.launcher.loop import Loop
+from healthcheck.engine_errors import read_errors
 from healthcheck.engines import EngineView, LauncherView
 from healthcheck.errand_child import UNRECORDED
 from healthcheck.errands import Errands
@@ -25,6 +26,8 @@ ASK_SECONDS = 5.0
 GOLDEN_SECONDS = 180.0  # over what the engine itself gives /admin/golden and /admin/checksum
 _FIRST_GOLDEN = 20.0  # after an engine is ready
 _UNANSWERED = 3  # questions in a row
+_COMPARE_AGAIN = 30.0  # s: errors of the engine bring the next comparison forward, but not closer than this
+_RECENT = 600.0  # s that an error of the engine is shown for
 
 
 def cause_of(last_exit: str) -> str | None:
@@ -50,7 +53,11 @@ class _Watched:
     silent: int = 0  # questions without an answer, in a row
     stalled: str | None = None
     steps: int | None = None
+    errors: int = 0  # that it has told of
+    error_at: float | None = None  # loop time of the newest
+    error: str = ""
     compared_at: float | None = None  # UTC seconds
+    compared_from: float = float("-inf")  # loop time: the last comparison began
     in_flight: int | None = None  # HTTP requests in work there
     verdict: str = "never"  # same, different, inconclusive, unrecorded
     details: list[str] = field(default_factory=list)
@@ -150,6 +157,19 @@ class EngineProbe:
         if stalled is not None and watched.stalled is None:
             self._signal("engine:stalled", f"{release}: {stalled}")
         watched.stalled = stalled
+        self._errors(release, watched, state)
+
+    def _errors(self, release: str, watched: _Watched, state: dict[str, Any]) -> None:
+        """What its kernels found wrong. Whether it is the GPU, the weights are what they should be and the answers are
+        as recorded is looked at now, not at the next usual time."""
+        errors = read_errors(state, watched.errors)
+        watched.errors = errors.total
+        if errors.age is not None:
+            watched.error_at, watched.error = self._loop.time() - errors.age, errors.last
+        for key, text in errors.found.items():
+            self._signal(key, f"{release}: {text}")
+        if errors.found:
+            watched.golden_at = min(watched.golden_at, max(self._loop.time(), watched.compared_from + _COMPARE_AGAIN))
 
     @property
     def in_flight(self) -> int | None:
@@ -163,7 +183,8 @@ class EngineProbe:
         watched = self._watched.get(release)
         if watched is None or self._errands.busy(self._errand(release)):
             return False
-        watched.golden_at = self._loop.time() + self._golden_interval * random.uniform(0.9, 1.1)
+        watched.compared_from = self._loop.time()
+        watched.golden_at = watched.compared_from + self._golden_interval * random.uniform(0.9, 1.1)
         request = {"op": "verify", "root": self._root, "socket": str(watched.view.socket), "release": release}
         key = self._errand(release)
         self._errands.run(key, request, GOLDEN_SECONDS, lambda answer: self._compared(release, answer))
@@ -220,6 +241,8 @@ class EngineProbe:
             return Check(name, Status.FAILED, watched.stalled, engine.state)
         if watched.silent:
             return Check(name, Status.UNKNOWN, f"{watched.silent} questions without an answer", engine.state)
+        if watched.error_at is not None and self._loop.time() - watched.error_at < _RECENT:
+            return Check(name, Status.DEGRADED, f"{watched.errors} errors, the last one {watched.error}", engine.state)
         return Check(name, Status.OK, f"ready, {watched.steps or 0} steps", engine.state)
 
 

@@ -6,8 +6,9 @@ a deadline and kills this process when it is late, so nothing here needs one of 
   warmup   {"socket", "model", "prompt", "timeout"}   three inferences 200 ms apart, as a client asks -> {"seconds"}
   verify   {"root", "socket", "release"}   golden answers and checksum of the weights, against the release's file
                                            -> {"verdict", "weights_differ", "logits_differ", "details", ...}
-  start    {"unit", "root", "uuid", "requested"}   systemctl start --no-block, unless that is not needed any more
+  start    {"unit", "root", "uuid"}        systemctl start --no-block, unless that is not needed any more
   unit     {"unit"}                        -> {"active": ActiveState, "result": Result}   (systemctl show)
+  running  {"units"}                       -> {"running": those that have not ended}
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
     running = unit(request)["active"] in _RUNNING
     paths = Paths.under(Path(request["root"]))
-    if running or read_result(paths, request["uuid"], request["requested"]) is not None:
+    if running or read_result(paths, request["uuid"]) is not None:
         return {"ok": True, "started": False}
     argv = ["systemctl", "start", "--no-block", "--", request["unit"]]
     check(run(argv, timeout=_SYSTEMCTL_SECONDS), f"cannot start {request['unit']}")
@@ -106,11 +107,17 @@ def unit(request: dict[str, Any]) -> dict[str, Any]:
     return {"ok": True, "active": values.get("ActiveState", ""), "result": values.get("Result", "")}
 
 
+def running(request: dict[str, Any]) -> dict[str, Any]:
+    units = [name for name in request["units"] if unit({"unit": name})["active"] in _RUNNING]
+    return {"ok": True, "running": units}
+
+
 OPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "warmup": warmup,
     "verify": verify,
     "start": start,
     "unit": unit,
+    "running": running,
 }
 
 

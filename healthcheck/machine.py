@@ -11,6 +11,7 @@ from healthcheck import machine_repair as repair
 from healthcheck import machine_triage as triage
 from healthcheck.machine_turn import Turn
 from healthcheck.machine_types import (
+    SERVING,
     Alert,
     Command,
     Drained,
@@ -242,10 +243,10 @@ def _deadline(turn: Turn, state: GpuState) -> None:
 # -------------------------------------------------------------------------------------------------------------- people
 def _set_healthy(turn: Turn, gpu: int, reason: str) -> None:
     state = turn.gpus[gpu]
+    if state.state not in (*SERVING, State.QUARANTINED) or turn.resetting == gpu:  # requests.py has refused it before
+        return turn.alert(gpu, "busy", f"GPU {gpu} is {state.state}: set-healthy changes nothing now")
     turn.halt = None
     if state.state is State.QUARANTINED:
-        if turn.resetting == gpu:
-            turn.resetting = None  # a human has looked; the CLI refuses while the unit is active
         turn.update(gpu, attempts=(), repaired=turn.now)
         repair.warm_up(turn, gpu, f"set healthy: {reason}")
     elif state.state is State.SUSPECT and state.held:  # it gave wrong answers: not on trust
@@ -254,10 +255,8 @@ def _set_healthy(turn: Turn, gpu: int, reason: str) -> None:
     elif state.state is State.SUSPECT:
         turn.update(gpu, repaired=turn.now, owed=None)
         repair.close(turn, gpu, f"set healthy: {reason}")
-    elif state.state in (State.HEALTHY, State.PROBATION):
-        turn.update(gpu, owed=None, attempts=())
     else:
-        turn.alert(gpu, "busy", f"GPU {gpu} is {state.state}: set-healthy changes nothing now")
+        turn.update(gpu, owed=None, attempts=())
 
 
 def _maintenance_on(turn: Turn, reason: str) -> None:

@@ -21,6 +21,7 @@ from healthcheck.machine_types import (
     Unhold,
     Verify,
     Warmup,
+    WatchReset,
 )
 from healthcheck.types import Action
 
@@ -227,7 +228,7 @@ def quarantine(turn: Turn, gpu: int, needs: Needs, why: str) -> None:
     """Terminal without a human, a new board or a reboot."""
     turn.update(gpu, held=True, owed=None, paused=None)
     turn.move(gpu, State.QUARANTINED, why, needs=needs)
-    turn.commands.append(hold(turn.gpus[gpu]))
+    turn.commands += commands_of(turn, turn.gpus[gpu])
     turn.commands += alerts_of(turn.gpus[gpu])  # never taken for a duplicate
 
 
@@ -272,7 +273,11 @@ def commands_of(turn: Turn, state: GpuState) -> list[Command]:
             return _commands_of_suspect(state, share)
         case State.MAINTENANCE:
             return []
-        case State.DRAINING | State.STOPPING | State.QUARANTINED:
+        case State.DRAINING | State.STOPPING:
+            return [hold(state)]
+        case State.QUARANTINED if turn.resetting == gpu:  # its reset has had its time, and may still run
+            return [hold(state), WatchReset(gpu, state.uuid, turn.incident(gpu).requested or state.since)]
+        case State.QUARANTINED:
             return [hold(state)]
         case State.VERIFY:
             return [hold(state), Verify(gpu)]

@@ -197,15 +197,22 @@ class RestartEngine:
 
 @dataclass(frozen=True, slots=True)
 class ResetGpu:
-    """Start appliance-gpu-reset@UUID, unless it runs or its result is there: one whose `started` is >= `requested`.
-
-    After a clock that was set back an old result would look new. So a result is removed once the ledger has its
-    ResetDone, and at the service's start those of GPUs that are not RESETTING.
-    """
+    """Start appliance-gpu-reset@UUID, unless it runs or its result is there. Which result is new is not a question of
+    clocks: an old one is removed before the ledger says RESETTING, and one that is taken note of after that."""
 
     gpu: int
     uuid: str
     attempt: int  # 1, 2 ...: of this GPU within the window
+    requested: float
+
+
+@dataclass(frozen=True, slots=True)
+class WatchReset:
+    """That reset has had its time and its GPU was given up: ResetDone once its unit has ended, however. Starts nothing.
+    Until then no other GPU is reset."""
+
+    gpu: int
+    uuid: str
     requested: float
 
 
@@ -256,7 +263,9 @@ class Record:
     phases: tuple[tuple[str, float], ...] = ()  # of the whole incident so far: (state, seconds) in order
 
 
-Command: TypeAlias = Hold | Unhold | RestartEngine | ResetGpu | Warmup | Verify | SetShare | Reread | Alert | Record
+Command: TypeAlias = (
+    Hold | Unhold | RestartEngine | ResetGpu | WatchReset | Warmup | Verify | SetShare | Reread | Alert | Record
+)
 
 # -------------------------------------------------------------------------------------------------------------- state
 

@@ -226,10 +226,10 @@ def _check_pattern(pattern: str, place: str) -> None:
     span = RANGE.fullmatch(match["name"]) if match else None
     if match is None or (span and int(span[1]) >= int(span[2])):
         raise PolicyError(f"{place}: not a pattern", hint='like "xid:79", "xid:39-41", "clocks:*"')
-    name, numeric = match["name"], match["family"] in ("xid", "recovery_action")
+    name, numeric = match["name"], match["family"] in ("xid", "sxid", "recovery_action")
     is_number = bool(span) or name.isdecimal()
     if name != "*" and numeric != is_number:
-        raise PolicyError(f"{place}: a number belongs to xid: and recovery_action: only", hint='like "xid:79"')
+        raise PolicyError(f"{place}: a number belongs to xid:, sxid: and recovery_action: only", hint='like "xid:79"')
 
 
 def _check_rule(rule: Rule, place: str) -> None:

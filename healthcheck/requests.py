@@ -2,8 +2,8 @@
 
 status                          -> {"state": the document}
 check        {"golden"}         looks at everything now -> {"state"} when that is done
-set-healthy  {"gpu", "reason"}
-maintenance  {"on", "reason"}
+set-healthy  {"gpu", "reason"}   refused while the GPU is being repaired, or its reset unit has not ended
+maintenance  {"on", "reason"}    off: refused while a reset runs
 inject       {"gpu", "key", "detail"}      refused unless the watchdog was started for tests
 """
 
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.launcher.control_server import Client, failure
 from appliance.launcher.operations import Arguments, Refused, RequestError
-from appliance.log import ApplianceError, ExitCode
-from healthcheck.machine_types import MaintenanceOff, MaintenanceOn, SetHealthy
+from appliance.log import ApplianceError, BusyError, ExitCode
+from healthcheck.machine_types import SERVING, MaintenanceOff, MaintenanceOn, SetHealthy, State
 from healthcheck.policy import normalise_key
+from healthcheck.resetter import unit_name
 from healthcheck.types import Signal
 
 if TYPE_CHECKING:
@@ -81,21 +82,81 @@ def _done(left: set[str], uuid: str, _: int | None) -> None:
 def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
     gpu, reason = _gpu(service, arguments), arguments.text("reason", limit=_MAX_REASON)
     arguments.finish()
-    service.event("watchdog_set_healthy", gpu=gpu, reason=reason)
-    service.post(SetHealthy(gpu, reason))
-    service.publisher.now()  # the state file says so before the reply does
-    state = service.host.gpus[gpu]
-    client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}: {state.reason}"})
+
+    def do() -> None:
+        _refuse_repaired(service, gpu)
+        service.event("watchdog_set_healthy", gpu=gpu, reason=reason)
+        service.post(SetHealthy(gpu, reason))
+        service.publisher.now()  # the state file says so before the reply does
+        state = service.host.gpus[gpu]
+        client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}: {state.reason}"})
+
+    _refuse_repaired(service, gpu)
+    if service.host.gpus[gpu].state is State.QUARANTINED:  # the only one of these that starts an engine
+        _without_resets(service, [gpu], client, timeout, do)
+    else:
+        do()
+
+
+def _refuse_repaired(service: Service, gpu: int) -> None:
+    entry = service.host.gpus[gpu]
+    if service.host.resetting == gpu:
+        raise _reset_runs(gpu, entry.uuid)
+    if entry.state is State.MAINTENANCE:
+        raise BusyError(f"gpu {gpu} is in maintenance", hint="`healthcheck maintenance off --reason TEXT` first")
+    if entry.state not in SERVING and entry.state is not State.QUARANTINED:
+        hint = "wait until it is HEALTHY or QUARANTINED: `healthcheck status`, and `healthcheck history` for the steps"
+        raise BusyError(f"gpu {gpu} is {entry.state}: the watchdog is at work on it", hint=hint)
+
+
+def _reset_runs(gpu: int, uuid: str) -> BusyError:
+    unit = unit_name(uuid)
+    hint = f"`systemctl status '{unit}'` shows how far it is. Where it hangs `systemctl stop` it, else reboot"
+    return BusyError(f"the reset of gpu {gpu} has not ended", hint=hint)
+
+
+def _without_resets(service: Service, gpus: list[int], client: Client, timeout: float, do: Callable[[], None]) -> None:
+    """`do`, unless a reset unit of these GPUs runs, by whomever it was started. Not known is no yes."""
+    units = {unit_name(service.host.gpus[gpu].uuid): gpu for gpu in gpus}
+
+    def answered(answer: dict[str, Any]) -> None:
+        try:
+            if not answer["ok"]:
+                client.reply(
+                    failure(
+                        f"whether a reset runs is not known: {answer.get('error')}",
+                        hint="try again; `systemctl list-units 'appliance-gpu-reset@*'` says the same",
+                        code=ExitCode.INCONCLUSIVE,
+                    )
+                )
+            elif running := [units[name] for name in answer["running"]]:
+                raise _reset_runs(running[0], service.host.gpus[running[0]].uuid)
+            elif not client.closed:  # who has left does not learn that it was done
+                do()
+        except ApplianceError as error:
+            client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
+
+    service.errands.run(f"running {id(client)}", {"op": "running", "units": list(units)}, timeout, answered)
 
 
 def _maintenance(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
     on, reason = arguments.flag("on"), arguments.text("reason", limit=_MAX_REASON)
     arguments.finish()
-    service.event("watchdog_maintenance", on=on, reason=reason)
-    service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
-    service.publisher.now()
-    note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
-    client.reply({"ok": True, "on": on, "note": note})
+
+    def do() -> None:
+        service.event("watchdog_maintenance", on=on, reason=reason)
+        service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
+        service.publisher.now()
+        note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
+        client.reply({"ok": True, "on": on, "note": note})
+
+    resetting = service.host.resetting
+    if on:
+        do()
+    elif resetting is not None:
+        raise _reset_runs(resetting, service.host.gpus[resetting].uuid)
+    else:
+        _without_resets(service, sorted(service.host.gpus), client, timeout, do)
 
 
 def _inject(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:

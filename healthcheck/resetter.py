@@ -1,8 +1,11 @@
 """Has one GPU reset by its unit, appliance-gpu-reset@UUID.service, and waits for the result it leaves.
 
 NVML closed (our child holds every GPU) -> systemctl start --no-block -> the result file, looked at every 200 ms,
-and the unit's state now and then -> NVML opened again. A result whose `started` is not before the request is the
-answer, also when a watchdog that died meanwhile had asked for it.
+and the unit's state now and then -> NVML opened again. A result that is there is the answer, also when a watchdog that
+died meanwhile had asked for it: old ones were removed before (service.py:_save).
+
+A reset that outlives the machine's deadline is only watched from then on: its GPU is given up, NVML is opened for the
+others, and no other GPU is reset before the unit has ended.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class _Running:
     uuid: str
     requested: float
     done: Done
+    watched: bool = False  # given up: nothing is started for it any more
     over_since: float | None = None  # loop time: the unit is over and there is no result
 
 
@@ -53,6 +57,7 @@ class Resetter:
         self._loop, self._paths, self._errands, self._nvml = loop, paths, errands, nvml
         self._running: _Running | None = None
         self._timer: Timer | None = None
+        self._closed = False  # NVML, by us
 
     @property
     def uuid(self) -> str | None:
@@ -61,25 +66,50 @@ class Resetter:
 
     def reset(self, uuid: str, requested: float, done: Done) -> None:
         """`requested`: UTC seconds; the same request again is the one under way."""
-        if self._running is not None and (self._running.uuid, self._running.requested) == (uuid, requested):
+        if self._is(uuid, requested):
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._running = _Running(uuid, requested, done)
+        running = self._replace(_Running(uuid, requested, done))
         if (result := self._result()) is not None:
             self._finish(result)
         elif self._nvml is None:
-            self._start(self._running)
+            self._start(running)
         else:
-            running = self._running
+            self._closed = True
             self._nvml.close(lambda: self._start(running))
+
+    def watch(self, uuid: str, requested: float, done: Done) -> None:
+        """Until the unit has ended, or has left a result; starts nothing."""
+        if self._running is not None and self._is(uuid, requested):
+            self._running.watched, self._running.done = True, done
+        else:
+            running = self._replace(_Running(uuid, requested, done, watched=True))
+            self._ask_unit(running)
+            self._poll()
+        self._open()
+
+    def _is(self, uuid: str, requested: float) -> bool:
+        return self._running is not None and (self._running.uuid, self._running.requested) == (uuid, requested)
+
+    def _replace(self, running: _Running) -> _Running:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._running = running
+        return running
+
+    def _open(self) -> None:
+        if self._nvml is not None and self._closed:
+            self._closed = False
+            self._nvml.open()
 
     def _start(self, running: _Running) -> None:
         if self._running is not running:
             return
+        if running.watched:  # NVML took longer to close than the reset may take
+            self._ask_unit(running)
+            return
         request = {
             "op": "start", "unit": unit_name(running.uuid), "root": str(self._paths.etc.parents[1]),
-            "uuid": running.uuid, "requested": running.requested,
+            "uuid": running.uuid,
         }  # fmt: skip
         self._errands.run("reset", request, _ERRAND_SECONDS, lambda answer: self._started(running, answer))
 
@@ -122,15 +152,14 @@ class Resetter:
 
     def _result(self) -> dict[str, Any] | None:
         assert self._running is not None
-        return read_result(self._paths, self._running.uuid, self._running.requested)
+        return read_result(self._paths, self._running.uuid)
 
     def _finish(self, result: dict[str, Any]) -> None:
         running, self._running = self._running, None
         assert running is not None
         if self._timer is not None:
             self._timer.cancel()
-        if self._nvml is not None:
-            self._nvml.open()
+        self._open()
         phases, needs = result.get("phases"), result.get("needs")
         seconds = {
             str(name): float(value)

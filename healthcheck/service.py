@@ -47,6 +47,7 @@ from healthcheck.metrics import Counters
 from healthcheck.policy import Policy
 from healthcheck.probes import Probes
 from healthcheck.publish import Publisher
+from healthcheck.reset_result import Results
 from healthcheck.resetter import Resetter
 from healthcheck.types import Action, Signal
 from healthcheck.verification import Found
@@ -119,6 +120,7 @@ class Service:
         self.publisher = Publisher(self, StateFile(paths.watchdog_state))
         self._events: deque[Event] = deque()
         self._waiting: list[Command] = []  # for the ledger
+        self._results = Results(paths)
         self._handling = False
         self._publish: Timer | None = None
         self._deadline = Timer(0, self.changed)  # the next of the machine's, if it is near
@@ -135,6 +137,9 @@ class Service:
         self._look()
         self.event("watchdog_started", boot_id=self.boot_id, nvml=self.probes.kind, test=self.test or None)
         self.host, commands = start(self.host, time.time(), self.boot_id, self.policy)
+        for slot, gpu in self.host.gpus.items():
+            if gpu.state is not State.RESETTING and slot != self.host.resetting:
+                self._results.noted(gpu.uuid)
         self._perform(commands)
         self.probes.start(self._first_look)
         self._tick()
@@ -213,6 +218,7 @@ class Service:
     def _count(self, event: Event) -> None:
         if isinstance(event, ResetDone):
             self.counters.resets.inc(str(event.gpu), "ok" if event.ok else "failed")
+            self._results.noted(self.host.gpus[event.gpu].uuid)
             self.event("watchdog_reset", gpu=event.gpu, ok=event.ok, detail=event.detail, needs=event.needs)
         elif isinstance(event, Verified):
             result = {True: "ok", False: "failed", None: "inconclusive"}[event.ok]
@@ -235,6 +241,9 @@ class Service:
         """The ledger first. Where that cannot be written (disk full), a GPU is still taken out of service, and nothing
         is repaired: attempts that nobody counts would have no limit."""
         self._waiting += commands
+        for command in commands:
+            if isinstance(command, Record) and command.after is State.RESETTING:
+                self._results.begins(command.uuid)
         self._save()
         kept, self._waiting = self._waiting, []
         for command in kept:
@@ -245,6 +254,7 @@ class Service:
 
     def _save(self) -> None:
         try:
+            self._results.before_save()
             self._keeper.save(self.host)
         except (OSError, ApplianceError) as error:
             if self.saved:
@@ -252,6 +262,7 @@ class Service:
                 say(f"<2>{self.paths.gpus}: {error}: nothing is repaired until it can be written")
             self.saved = False
             return
+        self._results.after_save()
         if not self.saved:
             say(f"<5>{self.paths.gpus}: written again")
         self.saved = True

@@ -2,14 +2,18 @@
 
 Signal keys (the policy's patterns match these):
   xid:N                        from NVML events or the kernel's log; detail holds the line
+  sxid:N                       of an NVSwitch, from the kernel's log
   recovery_action:N            level of NVML field 230: 1 reset, 2 reboot, 3 drain P2P, 4 drain and reset ...
   nvml:gpu_is_lost | nvml:reset_required | nvml:driver_mismatch
-  gpu:missing | gpu:unexpected     the set of UUIDs is not what was bound at install
+  gpu:missing | gpu:unexpected | gpu:mig     the set of UUIDs is not what was bound at install; divided by MIG
   gpu:off_the_bus                  the kernel said so, with or without an Xid
   ecc:uncorrected                  volatile uncorrected went up since our baseline; ecc:corrected_rate: metric only
   remap:pending | remap:failure | sram:threshold | pages:pending
-  clocks:thermal | clocks:power_brake | link:degraded | fabric:unhealthy | persistence:off ...
+  ecc:off | ecc:pending_off | persistence:off
+  clocks:slowdown | clocks:thermal | clocks:power_brake | temperature:slowdown
+  link:degraded | pcie:replays | nvlink:down | nvlink:errors | fabric:unhealthy
   engine:error | engine:stalled | engine:unreachable
+  engine:nonfinite | engine:index | engine:step | engine:fault     it tells kernel, layer, head, position
   golden:mismatch | checksum:mismatch
   probe:hung
 """

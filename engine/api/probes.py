@@ -90,6 +90,7 @@ def state(service: Service) -> dict[str, Any]:
             "queued_requests": client.queued_requests,
             "queued_prompt_tokens": client.queued_prompt_tokens,
         },
+        "errors": errors(service),
         "memory": memory() | {"core_resident_bytes": stats.rss_bytes if stats else None},
         "versions": {"appliance": service.config.version, "python": sys.version.split()[0]},
         "system_fingerprint": service.fingerprint,
@@ -109,6 +110,23 @@ def progress(service: Service) -> dict[str, Any]:
         "running": stats.running if stats else 0,
         "last_step_age_seconds": round(time.monotonic() - stepped, 3) if stepped is not None else None,
     }
+
+
+def errors(service: Service) -> dict[str, Any]:
+    """What went wrong on the device since this engine started: how often, and the newest with the kernel (`op`) and, as
+    far as known, layer, head and position. `number` counts up, so that a reader sees what is new to it."""
+    faults, now = service.client.faults, time.monotonic()
+    recent = [
+        {
+            "number": fault.number,
+            "kind": fault.kind,
+            "error": fault.error,
+            "where": fault.where,
+            "age_seconds": round(max(0.0, now - fault.at), 3),
+        }
+        for fault in faults
+    ]
+    return {"total": faults[-1].number if faults else 0, "recent": recent}
 
 
 def memory() -> dict[str, int | None]:

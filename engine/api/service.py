@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from engine.api.config import ApiConfig
     from engine.api.run import Run
-    from engine.messages import Fatal, Generate, Loading, LoadPhase, Ready, Stats, Tokens
+    from engine.messages import Fatal, Fault, Generate, Loading, LoadPhase, Ready, Stats, Tokens
 
 R = TypeVar("R")
 _SLOW_STEPS = 4
@@ -64,6 +64,8 @@ class EngineClient(Protocol):
     def queued_prompt_tokens(self) -> int: ...
     @property
     def on_death(self) -> asyncio.Event: ...
+    @property
+    def faults(self) -> Sequence[Fault]: ...
     @property
     def fatal(self) -> Fatal | None: ...
     def check_capacity(self, num_requests: int, num_tokens: int) -> None: ...

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.backend import Failure, Pending, StepResult, StepWork
+from engine.cuda.arena import WeightArena
 from engine.cuda.prepared import PreparedLaunches
 from engine.cuda.probe_pass import ProbePass
-from engine.cuda.program import LOGITS_ROWS, UPDATE_WORDS, Program, result_bytes, row_bucket, slot_errors_bytes
+from engine.cuda.program import LOGITS_ROWS, UPDATE_WORDS, Program, row_bucket, slot_errors_bytes
 from engine.cuda.step_device import Faults
 from engine.cuda.step_ring import Kind
 from engine.cuda.step_state import PENDING, SlotTable, StepRecords, pack
-from engine.cuda.step_trace import StepTimes, trace_length
+from engine.cuda.step_trace import StepTimes
+from engine.cuda.transfer import Transfer, make_transfer
 from engine.errors import NumericError
 from engine.log import log_event
 from engine.rope import rope_table
 from kernels import attention, sampler
-from kernels import checksum as checksums
-from kernels import rows as row_kernels
 from kernels.sampler_slots import PackedSlot, pack_slot, pack_updates
 
 if TYPE_CHECKING:
@@ -38,16 +38,13 @@ if TYPE_CHECKING:
 
     from engine.config import ModelConfig
     from engine.cuda.program import StepSizes
-    from engine.cuda.step_device import StepDevice, StepEvent
+    from engine.cuda.step_device import StepDevice
     from engine.cuda.step_ring import StepRingWriter
     from engine.jobs import Job
     from engine.sampler import SampleState
-    from engine.types import DeviceId, Float32Array, Int32Array, StepBatch
+    from engine.types import DeviceId, Float32Array, StepBatch
 
 log = logging.getLogger("appliance.cuda")
-
-CHECKSUM_BLOCKS = 64
-"""16 MiB blocks of the arena that one piece of a checksum job reads (1 GiB: a quarter of a millisecond)."""
 
 
 @dataclass(slots=True)
@@ -58,24 +55,11 @@ class _Step(Pending):
     slots: list[int]  # of plan.items
     sampled: list[int]  # indices of plan.items, in the order of their logits rows
     scored: list[tuple[int, int]]  # index of plan.items, number of logits rows, after the sampled ones
-    transfer: _Transfer
+    transfer: Transfer
     kind: Kind
     num_rows: int
     num_tokens: int
     queued_behind: bool  # another step was in flight when it was launched
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """Pinned memory and events of one step; there are more of them than steps in flight."""
-
-    upload: Int32Array
-    updates: Int32Array
-    results: Any  # uint8: slot_errors, then ROW_RESULT of every logits row
-    scores: Any  # uint8
-    trace: Any  # uint64
-    begin: StepEvent
-    end: StepEvent
 
 
 @dataclass(slots=True)
@@ -123,16 +107,20 @@ class CudaRunner:
         self.max_batch_tokens, self.max_model_len = sizes.max_batch_tokens, sizes.max_model_len
         self.weights_bytes, self.weights_checksum = arena_bytes, weights_checksum
         self.model, self.sizes, self.device = model, sizes, device
-        self.buffers, self._weights = buffers, weights
+        self.buffers = buffers
         self.program = Program(device.executor, model, sizes, num_pages, weights, buffers)
         self.limits = self.program.limits
         self.prepared = PreparedLaunches(device, self.program)
+        self._arena = WeightArena(
+            device, self.prepared, start=buffers["weights"], nbytes=arena_bytes, scratch=buffers["scratch"],
+            weights=weights, checksum=weights_checksum,
+        )  # fmt: skip
         self.faults = Faults(device)
         self._use_graphs = cuda_graphs
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         self._slots = SlotTable(sizes.max_batch_seqs)
         self._needs_more: dict[int, bool] = {}  # slot -> its rows need more than the first sampler kernel
-        self._transfers = [self._transfer() for _ in range(plans_in_flight + 1)]
+        self._transfers = [make_transfer(device, self.program, model.num_layers) for _ in range(plans_in_flight + 1)]
         self._next_transfer = 0
         self._in_flight = 0
         self._ring, self._profile = ring, profile
@@ -141,19 +129,6 @@ class CudaRunner:
         self._upload_tables()
 
     # ---- start and end ---------------------------------------------------------------------------------------------
-
-    def _transfer(self) -> _Transfer:
-        limits, device = self.limits, self.device
-        results, scores = result_bytes(self.program.sampler, limits)
-        return _Transfer(
-            upload=device.pinned(4 * limits.upload_words()).view(np.int32),
-            updates=device.pinned(4 * UPDATE_WORDS).view(np.int32),
-            results=device.pinned(results),
-            scores=device.pinned(scores),
-            trace=device.pinned(8 * trace_length(self.model.num_layers)).view(np.uint64),
-            begin=device.event(),
-            end=device.event(),
-        )
 
     def _upload_tables(self) -> None:
         """What no step changes: rope angles, and block tables that know only the dummy page."""
@@ -284,7 +259,7 @@ class CudaRunner:
     def _bucket(self, num_decodes: int) -> int:
         return next(size for size in self.sizes.buckets if size >= num_decodes)
 
-    def _update_slots(self, updates: list[tuple[int, PackedSlot]], transfer: _Transfer) -> None:
+    def _update_slots(self, updates: list[tuple[int, PackedSlot]], transfer: Transfer) -> None:
         """Sampling parameters and counts of sequences that were (re)admitted."""
         if not updates:
             return
@@ -315,7 +290,7 @@ class CudaRunner:
             self.device.run(prepared.untimed(launches))
         return Kind.EAGER
 
-    def _read_back(self, layout: _Layout, transfer: _Transfer) -> None:
+    def _read_back(self, layout: _Layout, transfer: Transfer) -> None:
         """slot_errors and results in one copy; scores only where somebody wants them."""
         rows, buffers = len(layout.records.logits), self.buffers
         used = slot_errors_bytes(self.limits) + rows * sampler.ROW_RESULT.itemsize
@@ -395,36 +370,13 @@ class CudaRunner:
         return ProbePass(self, batch).find_nonfinite()
 
     def checksum(self) -> Job:
-        """In pieces of CHECKSUM_BLOCKS blocks, between steps."""
-        nbytes, scratch = self.weights_bytes, self.buffers["scratch"]
-        total = checksums.num_blocks(nbytes)
-        for first in range(0, total, CHECKSUM_BLOCKS):
-            count = min(CHECKSUM_BLOCKS, total - first)
-            out = scratch + first * checksums.PARTS * 8  # uint64; a launch numbers its sums from 0
-            launch = row_kernels.checksum(self.buffers["weights"], nbytes, out, first_block=first, blocks=count)
-            self.device.run(self.prepared.untimed([launch]))
-            yield
-        parts = np.zeros(total * checksums.PARTS, np.uint64)
-        self.device.download(parts, scratch)
-        self.device.synchronize()
-        actual = checksums.combine(parts, nbytes)
-        return {"expected": self.weights_checksum, "actual": actual, "ok": actual == self.weights_checksum}
+        return self._arena.check()
 
     def tensor_offsets(self) -> dict[str, int]:
-        return {name: address - self.buffers["weights"] for name, address in self._weights.items()}
+        return self._arena.tensor_offsets()
 
     def flip_bit(self, offset: int, bit: int) -> tuple[int, int]:
-        """Two copies of one byte, in the order of the stream: what was launched before sees the old one."""
-        if not 0 <= offset < self.weights_bytes:  # beside the arena lies the KV pool of somebody's request
-            raise ValueError(f"byte {offset} is outside of the arena")
-        byte = np.zeros(1, np.uint8)
-        self.device.download(byte, self.buffers["weights"] + offset)
-        self.device.synchronize()
-        before = int(byte[0])
-        byte[0] = after = before ^ 1 << bit
-        self.device.upload(self.buffers["weights"] + offset, byte)
-        self.device.synchronize()
-        return before, after
+        return self._arena.flip_bit(offset, bit)
 
 
 def groups(first: int, end: int) -> Iterable[tuple[int, int]]:

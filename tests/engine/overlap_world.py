@@ -13,7 +13,7 @@ from engine.core_config import CoreConfig, with_defaults
 from engine.cpu_backend import CpuBackend
 from engine.engine import Engine
 from engine.loader import load_weights
-from engine.messages import CoreMessage, Generate, Tokens
+from engine.messages import CoreMessage, Fault, Generate, Tokens
 from engine.types import SamplingParams, TokenLogprob
 
 MAX_STEPS = 3000
@@ -75,9 +75,12 @@ class Answer:
 class Answers:
     def __init__(self) -> None:
         self.by_choice: dict[tuple[str, int], Answer] = {}
+        self.faults: list[Fault] = []
 
     def take(self, messages: list[CoreMessage]) -> None:
         for message in messages:
+            if isinstance(message, Fault):
+                self.faults.append(message)
             if not isinstance(message, Tokens):
                 continue
             answer = self.by_choice.setdefault((message.request_id, message.index), Answer())
@@ -114,7 +117,7 @@ def drive(engine: Engine, requests: list[Generate], at_step: dict[int, Callable[
         if not engine.has_work:
             break
         answers.take(engine.step())
-        if not engine._jobs:  # a probe holds pages that no sequence has
+        if not engine._operations:  # a probe holds pages that no sequence has
             engine.scheduler.check_integrity()
     assert not engine.has_work, f"not done after {MAX_STEPS} steps"
     assert engine.kv_cache.free_pages == engine.backend.num_pages

@@ -121,6 +121,10 @@ async def test_one_poisoned_request_fails_alone(server: Server) -> None:
         again = await complete(session, server, prompt=[1, 2] * 80 + [3], max_tokens=4)
         assert again[0] == 200
         assert await server.metric(session, "appliance_requests_running") == 0
+        async with session.get(server.url + "/health") as response:
+            told = (await response.json())["errors"]
+        assert told["total"] == 1 and told["recent"][0]["kind"] == "nonfinite"
+        assert told["recent"][0]["where"]["op"] == where["op"] and told["recent"][0]["where"]["position"] == 2
 
 
 async def test_same_request_same_bits_whatever_else_runs(server: Server) -> None:

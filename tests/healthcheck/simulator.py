@@ -44,6 +44,7 @@ from healthcheck.machine_types import (
     Verify,
     WarmedUp,
     Warmup,
+    WatchReset,
 )
 from healthcheck.policy import Policy
 from healthcheck.types import Signal
@@ -71,7 +72,7 @@ class Fault:
     cure: str = "reset"  # restart, reset, reboot or never
     engine_dies: bool = False
     unstoppable: bool = False  # the engine hangs in the kernel
-    reset: str = "ok"  # ok, fails or silent
+    reset: str = "ok"  # ok, fails, silent (never ends) or late (ends after the machine's deadline)
     no_start: bool = False  # the engine does not come up
     needs_telling: bool = True
     began: float = 0.0
@@ -94,6 +95,7 @@ def faults() -> dict[str, Fault]:
         Fault("gsp for ever", ("xid:119",), ("recovery_action:1",), 1, engine_dies=True, cure="never"),
         Fault("gsp, reset fails", ("xid:119",), ("recovery_action:1",), 1, reset="fails", cure="never"),
         Fault("gsp, reset silent", ("xid:120",), ("recovery_action:1",), 1, reset="silent", cure="never"),
+        Fault("gsp, reset late", ("xid:119",), ("recovery_action:1",), 1, reset="late"),
         Fault("gsp, unstoppable", ("xid:119",), ("recovery_action:1",), 1, unstoppable=True, cure="reboot"),
         Fault("no start", ("xid:62",), (), no_start=True, cure="never"),
         Fault("flipped bit", answers="checksum:mismatch", cure="restart"),
@@ -127,7 +129,8 @@ class Gpu:
     reset_ends: float | None = None
     reset_result: bool | None = None
     resets: list[float] = field(default_factory=list)
-    wants: str = ""  # what the service has to report: drained, stopped, ready, reset, warm, verified
+    wants: str = ""  # what the service has to report: drained, stopped, ready, warm, verified
+    awaited: bool = False  # the end of its reset is reported
 
     def engine(self, now: float) -> bool:
         return self.ready_at is not None and self.ready_at <= now
@@ -174,8 +177,8 @@ class World:
         self.ledger = self.host
         self.pending = []
         for gpu in self.gpus.values():
-            gpu.wants = ""
-            if self.host.gpus[gpu.number].state is not State.RESETTING:
+            gpu.wants, gpu.awaited = "", False
+            if self.host.gpus[gpu.number].state is not State.RESETTING and self.host.resetting != gpu.number:
                 gpu.reset_result = None  # its result was taken note of
         for command in commands:
             self.execute(command)
@@ -229,6 +232,8 @@ class World:
                 self.gpus[gpu].wants = "ready"
             case ResetGpu(gpu, uuid, _, _):
                 self._reset(self.gpus[gpu], uuid)
+            case WatchReset(gpu):
+                self.gpus[gpu].awaited = True
             case Warmup(gpu):
                 self.gpus[gpu].wants = "warm"
             case Verify(gpu):
@@ -256,6 +261,7 @@ class World:
     def _start(self, gpu: Gpu) -> None:
         gpu.stops_at = None
         if gpu.ready_at is None and gpu.hold != "stop":
+            self.require(gpu.reset_ends is None, f"GPU {gpu.number}: an engine is started while its reset runs")
             slow = gpu.fault is not None and gpu.fault.no_start
             gpu.started, gpu.ready_at = self.clock(), self.now + (1e9 if slow else self.random.uniform(3, 20))
             self._cured(gpu, "restart")
@@ -266,7 +272,7 @@ class World:
             gpu.fault = None
 
     def _reset(self, gpu: Gpu, uuid: str) -> None:
-        gpu.wants = "reset"
+        gpu.awaited = True
         if gpu.reset_ends is not None or gpu.reset_result is not None:
             return  # it runs, or its result is there
         self.require(uuid == gpu.uuid, "a reset of another GPU")
@@ -279,8 +285,9 @@ class World:
         self.require(len(recent) < self.policy.attempts.resets, f"a reset loop: GPU {gpu.number} after {recent}")
         self.require(len(week) < self.policy.attempts.resets_per_week, f"a slow reset loop of GPU {gpu.number}")
         gpu.resets.append(self.now)
-        silent = gpu.fault is not None and gpu.fault.reset == "silent"
-        gpu.reset_ends = self.now + (1e9 if silent else self.random.uniform(4, 40))
+        how = gpu.fault.reset if gpu.fault else "ok"
+        late = self.policy.timeouts.reset + self.random.uniform(60, 600)
+        gpu.reset_ends = self.now + {"silent": 1e9, "late": late}.get(how, self.random.uniform(4, 40))
 
     def _verify(self, gpu: Gpu) -> Event:
         wrong = "golden:mismatch" if self.release_fault else gpu.fault.answers if gpu.fault else None
@@ -337,6 +344,9 @@ class World:
         found: list[Event] = self.pending
         self.pending = []
         for gpu in self.gpus.values():
+            if gpu.awaited and gpu.reset_ends is None:
+                gpu.awaited = False
+                found.append(ResetDone(gpu.number, bool(gpu.reset_result), "simulated"))
             event = self._answer(gpu)
             if event is not None:
                 gpu.wants = ""
@@ -354,9 +364,6 @@ class World:
                 return EngineReady(gpu.number) if gpu.engine(self.now) else None
             case "warm":
                 return WarmedUp(gpu.number)
-            case "reset":
-                if gpu.reset_ends is None and gpu.reset_result is not None:
-                    return ResetDone(gpu.number, gpu.reset_result, "in use by another client")
         return None
 
     def run(self, seconds: float) -> None:
@@ -435,6 +442,9 @@ class World:
 
     def check_end(self) -> None:
         """When nothing moves any more."""
+        waits_for = self.host.resetting
+        ended = waits_for is not None and self.gpus[waits_for].reset_ends is None
+        self.require(not ended, f"the reset of GPU {waits_for} has ended and is waited for all the same")
         told = {alert.gpu for _, alert in self.alerts}
         for number, gpu in self.gpus.items():
             state = self.host.gpus[number]
@@ -529,12 +539,19 @@ def _something(world: World, rng: random.Random) -> None:
     elif roll < 0.88:
         world.feed(MaintenanceOn("upgrade") if world.host.maintenance is None else MaintenanceOff("done"))
     elif roll < 0.93:
-        gpu = world.gpus[number]
-        if world.host.gpus[number].state is not State.RESETTING:
-            gpu.resets.clear()  # a human takes the responsibility, and stops a reset that hangs
-            gpu.reset_ends = None
-        world.feed(SetHealthy(number, "looked at it"))
+        _human(world, number, rng)
     elif roll < 0.97:
         world.reboot()
     else:
         world.offset -= rng.choice((10, 3600))  # NTP
+
+
+def _human(world: World, number: int, rng: random.Random) -> None:
+    """Takes the responsibility; perhaps stops a reset that hangs before."""
+    gpu = world.gpus[number]
+    if gpu.reset_ends is not None and rng.random() < 0.5:
+        gpu.reset_ends, gpu.reset_result = None, False
+        world.run(rng.choice((1, 20)))
+    if world.host.gpus[number].state in (*SERVING, State.QUARANTINED) and world.host.resetting != number:
+        gpu.resets.clear()
+    world.feed(SetHealthy(number, "looked at it"))

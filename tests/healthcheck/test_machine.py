@@ -354,7 +354,7 @@ def test_no_result_of_a_reset_blocks_further_resets_until_it_comes() -> None:
     host = Host(3)
     host.see("xid:62")
     host.do(Stopped(0), after=1)
-    host.tick(241)
+    host.tick(POLICY.timeouts.reset + 1)
     assert (host.gpu().state, host.gpu().needs) == (State.QUARANTINED, Needs.REBOOT)
     host.policy = parse_policy(b"schema = 1\n[breaker]\nmax_out = 3", where="test", base=POLICY)
     host.see("xid:62", gpu=1)

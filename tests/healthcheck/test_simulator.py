@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from healthcheck import machine_repair, machine_triage
+from healthcheck import machine, machine_repair, machine_triage
 from healthcheck.machine_turn import Turn
-from healthcheck.machine_types import State
+from healthcheck.machine_types import Command, GpuState, Needs, SetHealthy, State, WatchReset
 from healthcheck.policy import load_policy, parse_policy
 from tests.healthcheck.simulator import BENIGN, Violation, World, faults, random_schedule
 
@@ -103,6 +103,33 @@ def test_what_no_reset_cures_ends_in_quarantine_after_two(kind: str) -> None:
     world.check_end()
 
 
+def _late_reset() -> World:
+    """GPU 0's reset outlives its deadline; GPU 1 fails meanwhile, a human is impatient, the watchdog dies."""
+    world = World(POLICY, 4, seed=11)
+    world.run(40)
+    world.strike(0, faults()["gsp, reset late"])
+    while world.host.gpus[0].state is not State.QUARANTINED:
+        world.run(5)
+    world.strike(1, faults()["uncontained"])
+    world.run(20)
+    world.feed(SetHealthy(0, "looks fine"))
+    world.run(5)
+    world.crash()
+    world.settle()
+    world.check_end()
+    return world
+
+
+def test_a_reset_that_outlives_its_deadline_keeps_the_next_one_waiting_until_it_has_ended() -> None:
+    world = _late_reset()
+    (first,), (second,) = world.gpus[0].resets, world.gpus[1].resets
+    assert second - first > POLICY.timeouts.reset and world.host.gpus[1].state is State.HEALTHY
+    assert world.host.gpus[0].state is State.QUARANTINED, "a human decides"
+    world.feed(SetHealthy(0, "it has ended"))
+    world.settle()
+    assert world.host.gpus[0].state is State.HEALTHY
+
+
 # ---------------------------------------------------------------------------------------------- the rules can be broken
 def _no_cap(turn: Turn, gpu: int, incident: object) -> None:
     return None
@@ -131,6 +158,24 @@ def _left_held(turn: Turn, gpu: int) -> None:
     turn.move(gpu, State.PROBATION, "verified", timeout=300)
 
 
+def _given_up_is_over(turn: Turn, gpu: int, needs: Needs, why: str) -> None:
+    turn.resetting = None if turn.resetting == gpu else turn.resetting
+    QUARANTINE(turn, gpu, needs, why)
+
+
+def _on_trust(turn: Turn, gpu: int, reason: str) -> None:
+    if turn.gpus[gpu].state is State.QUARANTINED:
+        turn.resetting = None
+        machine_repair.warm_up(turn, gpu, reason)
+
+
+def _nobody_watches(turn: Turn, state: GpuState) -> list[Command]:
+    return [command for command in COMMANDS_OF(turn, state) if not isinstance(command, WatchReset)]
+
+
+QUARANTINE, COMMANDS_OF = machine_repair.quarantine, machine_repair.commands_of
+
+
 def _no_muting(turn: Turn, *_: Any) -> bool:
     return False
 
@@ -142,6 +187,11 @@ BROKEN: list[tuple[Any, str, Callable[..., Any], str]] = [
     (machine_repair, "next_reset", _no_turns, "two"),
     (Turn, "alert", _quiet, "nobody was told"),
     (machine_repair, "admit", _left_held, "left held"),
+]
+OPEN: list[tuple[Any, str, Callable[..., Any], str]] = [
+    (machine_repair, "quarantine", _given_up_is_over, "two resets at once"),
+    (machine, "_set_healthy", _on_trust, "while its reset runs"),
+    (machine_repair, "commands_of", _nobody_watches, "waited for all the same"),
 ]
 
 
@@ -158,6 +208,15 @@ def test_the_simulator_notices_a_machine_without_the_rule(
             if says in str(violation):
                 return
     raise AssertionError(f"120 schedules without {name} and nobody noticed")
+
+
+@pytest.mark.parametrize(("owner", "name", "broken", "says"), OPEN)
+def test_the_simulator_notices_a_machine_that_takes_a_reset_without_answer_for_over(
+    owner: Any, name: str, broken: Callable[..., Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(Violation, match=says):
+        _late_reset()
 
 
 def _not_simply_repaired() -> int:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from appliance.launcher.loop import Loop
 from appliance.paths import Paths
 from appliance.statefile import write_state
 from appliance.unix_http import UnixConnection
 from healthcheck import http_server
+from healthcheck.engine_errors import read_errors
 from healthcheck.engine_probe import EngineProbe, cause_of
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
@@ -339,3 +342,59 @@ def test_no_launcher_is_unknown(engines: EngineWorld) -> None:
     engines.launchers.look([0])
     engines.probe.look(engines.launchers.views.get(0))
     assert engines.statuses() == {"engine": Status.UNKNOWN} and engines.signals == []
+
+
+# -- what the engine says of its GPU -----------------------------------------------------------------------------------
+
+
+def told(number: int, kind: str = "nonfinite", *, age: float = 1.0, **where: Any) -> dict[str, Any]:
+    return {"number": number, "kind": kind, "error": "NaN", "where": where, "age_seconds": age}
+
+
+def test_errors_of_the_engine_are_signals_with_kernel_layer_head_and_position(engines: EngineWorld) -> None:
+    engines.report()
+    assert engines.beats(0.2) == []
+    place = {"op": "attention", "layer": 3, "head": 5, "position": 17}
+    assert engines.says is not None
+    engines.says["errors"] = {"total": 1, "recent": [told(1, **place)]}
+    assert engines.beats(0.5) == ["engine:nonfinite"], "once, not at every beat"
+    assert engines.signals[0].detail == "r1: nonfinite in attention, layer 3, head 5, position 17: NaN"
+    assert engines.statuses()["engine r1"] is Status.DEGRADED
+    recent = [told(n, **place) for n in range(30, 40)] + [told(40, "page_range", op="attention", layer=0)]
+    engines.says["errors"] = {"total": 40, "recent": recent}
+    assert engines.beats(0.5)[1:] == ["engine:nonfinite", "engine:index"]
+    assert engines.signals[1].detail.endswith("(and 37 more)")
+
+
+def test_after_an_error_the_answers_are_compared_at_once(engines: EngineWorld) -> None:
+    engines.report()
+    engines.beats(0.1)
+    assert not engines.probe.comparing
+    assert engines.says is not None
+    engines.says["errors"] = {"total": 1, "recent": [told(1, op="down", layer=1)]}
+    engines.beats(0.3)
+    assert engines.probe.comparing
+
+
+def test_an_old_error_is_not_shown_for_ever(engines: EngineWorld) -> None:
+    engines.report()
+    assert engines.says is not None
+    engines.says["errors"] = {"total": 1, "recent": [told(1, age=4000.0, op="down")]}
+    engines.beats(0.2)
+    assert engines.statuses()["engine r1"] is Status.OK
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["number", "kind", "error", "where", "age_seconds"]), _JSON), _JSON)
+def test_whatever_an_engine_says_is_read(entry: dict[str, Any], other: Any) -> None:
+    """Another version, or an engine that is out of its mind."""
+    for errors in (other, {"total": other, "recent": other}, {"recent": [entry, other]}):
+        found = read_errors({"errors": errors}, 3)
+        assert found.total >= 3 and all(key.startswith("engine:") for key in found.found)
+        assert all(text.isprintable() for text in found.found.values())

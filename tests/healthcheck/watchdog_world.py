@@ -63,6 +63,16 @@ reissue = 3.0
 """
 
 
+def systemctl_stand_in(root: Path) -> Path:
+    """The directory that has it, for PATH: appliance/command.py hands on that and little else."""
+    (root / "bin").mkdir()
+    stand_in = root / "bin/systemctl"
+    where = f"APPLIANCE_ROOT={root} PYTHONPATH={HERE.parents[1]}"
+    stand_in.write_text(f'#!/bin/sh\n{where} exec {sys.executable} {HERE}/systemctl "$@"\n')
+    stand_in.chmod(0o755)
+    return root / "bin"
+
+
 class World:
     def __init__(self, root: Path, gpus: int) -> None:
         self.root, self.paths, self.gpus = root, Paths.under(root), gpus
@@ -74,11 +84,7 @@ class World:
             directory.mkdir(parents=True)
         self.paths.config.write_text(CONFIG.format(gpus=gpus))
         self.paths.healthcheck_config.write_text(POLICY)
-        (root / "bin").mkdir()
-        stand_in = root / "bin/systemctl"  # appliance/command.py hands on PATH and little else
-        where = f"APPLIANCE_ROOT={root} PYTHONPATH={HERE.parents[1]}"
-        stand_in.write_text(f'#!/bin/sh\n{where} exec {sys.executable} {HERE}/systemctl "$@"\n')
-        stand_in.chmod(0o755)
+        systemctl_stand_in(root)
         bind_slots(self.paths.gpus, [f"CPU-{number}" for number in range(gpus)])
 
     # -- launchers and releases

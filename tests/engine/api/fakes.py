@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import AdmissionError, EngineDead, QueueFull, TemplateError, TextError
-from engine.messages import Fatal, Generate, Ready, Stats, Tokens
+from engine.messages import Fatal, Fault, Generate, Ready, Stats, Tokens
 from engine.types import DeviceId, FinishReason, TokenLogprob
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -212,6 +212,7 @@ class FakeClient:
         self.queued_prompt_tokens = 0
         self.on_death = asyncio.Event()
         self.fatal: Fatal | None = None
+        self.faults: list[Fault] = []
         self.submitted: list[Generate] = []
         self.handles: list[FakeHandle] = []
         self.running: set[str] = set()

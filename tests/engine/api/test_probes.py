@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api.routes import ROUTES
-from engine.messages import Loading
+from engine.messages import Fault, Loading
 
 from .fakes import IM_END, Script
 
@@ -35,6 +35,16 @@ async def test_loading(endpoint):
         status, answer = await endpoint.post(path, body)
         assert (status, answer["error"]["code"]) == (503, "loading")
     assert (await endpoint.get("/v1/models"))[1]["data"][0]["max_model_len"] == 512
+
+
+async def test_errors_of_the_device_are_told_with_their_place(endpoint):
+    where = {"op": "attention", "layer": 3, "head": 5, "position": 17}
+    endpoint.client.faults = [
+        Fault(number=n, kind="nonfinite", error="NaN", where=where, at=time.monotonic() - 60) for n in (41, 42)
+    ]
+    errors = (await endpoint.get("/health"))[1]["errors"]  # /admin/state says the same
+    assert errors["total"] == 42 and [entry["number"] for entry in errors["recent"]] == [41, 42]
+    assert errors["recent"][1]["where"] == where and 60 <= errors["recent"][1]["age_seconds"] < 90
 
 
 async def test_loading_only_goes_up(endpoint):

@@ -15,6 +15,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.core_config import CoreConfig
+from engine.cuda.arena import WeightArena
 from engine.cuda.runner import CudaRunner
 from engine.cuda.step_ring import Kind, StepRingReader, StepRingWriter
 from engine.engine import Engine
@@ -263,6 +264,11 @@ def test_nan_fails_its_request_alone_and_says_where(model_dir: Path, alone: Answ
     assert failed.finish == "error" and failed.where is not None
     assert (failed.where["op"], failed.where["layer"], failed.where["position"]) == ("rope", 0, 2)
     assert "nan" in str(failed.error).lower()
+    (fault,) = answers.faults
+    assert (fault.number, fault.kind) == (1, "nonfinite")
+    assert {name: fault.where[name] for name in ("op", "layer", "head", "position")} == {
+        "op": "rope", "layer": 0, "head": failed.where["head"], "position": 2,
+    }  # fmt: skip
     for key, answer in answers.by_choice.items():
         assert answer == alone.by_choice[key]
 
@@ -306,7 +312,7 @@ def test_checksum_of_the_arena(model_dir: Path) -> None:
     model = ModelConfig.from_dir(model_dir)
     arena, _ = device_weights(model, load_weights(model_dir, model))
     runner = tiny_runner(model_dir)
-    runner.weights_checksum = checksum(arena.data)
+    runner._arena.checksum = checksum(arena.data)
 
     def run() -> dict[str, Any]:
         job = runner.checksum()
@@ -327,15 +333,17 @@ def test_checksum_of_many_pieces(model_dir: Path, monkeypatch: pytest.MonkeyPatc
     """An arena that takes several launches: each leaves its sums where the others' are not."""
     from kernels.checksum import BLOCK_BYTES, PARTS, checksum, num_blocks
 
-    monkeypatch.setattr("engine.cuda.runner.CHECKSUM_BLOCKS", 1)
+    monkeypatch.setattr("engine.cuda.arena.CHECKSUM_BLOCKS", 1)
     memory = guarded_array((2 * BLOCK_BYTES + 4096,), np.uint8)
     memory[...] = np.random.default_rng(3).integers(0, 256, memory.shape, np.uint8)
     sums = guarded_array((num_blocks(memory.nbytes) * PARTS,), np.uint64)
     runner = tiny_runner(model_dir)
-    runner.buffers = {**runner.buffers, "weights": memory.ctypes.data, "scratch": sums.ctypes.data}
     assert isinstance(runner.device, EmulatedStepDevice)
+    runner._arena = WeightArena(
+        runner.device, runner.prepared, start=memory.ctypes.data, nbytes=memory.nbytes, scratch=sums.ctypes.data,
+        weights={}, checksum=checksum(memory.data),
+    )  # fmt: skip
     runner.device.buffers["sums"] = sums.view(np.uint8)
-    runner.weights_bytes, runner.weights_checksum = memory.nbytes, checksum(memory.data)
     job, pieces = runner.checksum(), 0
     with pytest.raises(StopIteration) as end:
         while True:
