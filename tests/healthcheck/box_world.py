@@ -65,7 +65,7 @@ heartbeat_interval = 0.5
 golden_interval = 3.0
 probe_deadline = 1.5
 [timeouts]
-probation = 1.0
+probation = 0.6
 mute_after_reset = 0.5
 reissue = 3.0
 """
