@@ -81,7 +81,7 @@ class GpuProbes:
         self._checks: dict[str, tuple[Check, ...]] = {}
         self._signals: dict[str, tuple[Signal, ...]] = {}
         self._host: list[Check] = [Check("GPUs", Status.UNKNOWN, "not read yet")]
-        self._hung: dict[str, Hang] = {}
+        self._hung: dict[str | None, Hang] = {}  # None: NVML as a whole
         self._waiting: dict[str, list[_Waiting]] = {}
         self._ready: Callable[[], None] | None = None
         self._lost = 0
@@ -129,6 +129,7 @@ class GpuProbes:
         self._baselines[uuid] = judged.baseline
         self._checks[uuid], self._signals[uuid] = judged.checks, judged.signals
         self._hung.pop(uuid, None)
+        self._hung.pop(None, None)
         for signal in judged.signals:
             self._on_signal(signal)
         action = reading.fields.get("recovery_action")
@@ -153,8 +154,8 @@ class GpuProbes:
     def _hang(self, hang: Hang) -> None:
         self._counters.hangs.inc()
         say(f"<4>NVML hung for {hang.seconds:g} s in {hang.stage}; its child was killed")
+        self._hung[hang.uuid] = hang
         if hang.uuid is not None:
-            self._hung[hang.uuid] = hang
             for waiting in list(self._waiting.get(hang.uuid, [])):
                 self._answer(hang.uuid, waiting, None)
         for signal in hang_signals(hang, self._limits, time.time()):
@@ -194,9 +195,9 @@ class GpuProbes:
         return Found(True, "NVML's levels allow it")
 
     def checks(self, uuid: str) -> list[Check]:
-        hang, reading = self._hung.get(uuid), self._nvml.readings.get(uuid)
+        hang, reading = self._hung.get(uuid) or self._hung.get(None), self._nvml.readings.get(uuid)
         if hang is not None:
-            return [Check("NVML", Status.UNKNOWN, f"hung {hang.in_row} times in a row for {hang.seconds:g} s")]
+            return [_hung_check("NVML", hang)]
         age = self._nvml.age(uuid)
         if reading is None or age is None:
             return [Check("NVML", Status.UNKNOWN, "not read yet")]
@@ -205,7 +206,8 @@ class GpuProbes:
         return list(self._checks.get(uuid, ()))
 
     def host_checks(self) -> list[Check]:
-        found = list(self._host)
+        hang = self._hung.get(None)
+        found = list(self._host) if hang is None else [_hung_check("GPUs", hang)]
         if self._nvml.unkillable:
             text = f"{self._nvml.unkillable} NVML children hang in the driver and cannot be killed: a reboot is due"
             found.append(Check("NVML children", Status.FAILED, text, self._nvml.unkillable))
@@ -246,6 +248,11 @@ class GpuProbes:
         self._nvml.close(lambda: None)
         if self._kmsg is not None:
             self._kmsg.close()
+
+
+def _hung_check(name: str, hang: Hang) -> Check:
+    times = "once" if hang.in_row == 1 else f"{hang.in_row} times in a row"
+    return Check(name, Status.UNKNOWN, f"NVML hung {times} for {hang.seconds:g} s, in {hang.stage}", hang.in_row)
 
 
 def _remembered(path: Path) -> tuple[dict[str, Baseline], dict[str, str]]:

@@ -84,8 +84,9 @@ def screen(document: Document, out: IO[str], now: float) -> Iterator[str]:
 
 
 def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
-    since = f"for {age(now - gpu['since'])}: " if isinstance(gpu["since"], float | int) else ""
-    yield f"{since}{gpu['reason']}"
+    since = f"for {age(now - gpu['since'])}" if gpu["since"] else ""  # 0: bound by hand, and nothing happened so far
+    if parts := list(filter(None, (since, gpu["reason"]))):
+        yield ": ".join(parts)
     state = worst(gpu["checks"])
     bad = [row["name"] for row in gpu["checks"] if row["status"] == state]
     words = _STATUS_WORDS.get(state, "FAILED") + ("" if state is Status.OK else f": {', '.join(bad)}")

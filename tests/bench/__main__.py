@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import ModelStore
-from tests.bench import bench_gateway, bench_host
+from tests.bench import bench_gateway, bench_host, watchdog_idle
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-bench/bin/python"
@@ -65,6 +65,9 @@ def main() -> int:
     results["host"] = run(sys.executable, "-m", "tests.bench.bench_host", "--json")
     print()
     bench_host.show(results["host"])
+    results["watchdog_idle"] = run(sys.executable, "-m", "tests.bench.watchdog_idle", "--json")
+    print()
+    watchdog_idle.show(results["watchdog_idle"])
     print("\n" + json.dumps(results))
     return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from appliance.unix_http import UnixConnection
-from healthcheck.script_edit import add_event, set_fields, set_gpu
+from healthcheck.script_edit import add_event, change_script, set_fields, set_gpu
 from tests.appliance.gateway.world import metric_value
 from tests.healthcheck.test_watchdog_life import REPAIR
 from tests.healthcheck.watchdog_world import FULL, World
@@ -69,6 +69,19 @@ def test_a_gpu_that_hangs_is_unknown_and_stops_nobody(one: World) -> None:
     assert one.document()["counters"]["nvml_hangs"] >= 1
     assert one.way() == [] and one.hold() is None and one.resets() == []
     set_gpu(one.script, "CPU-0", hang=None)
+
+
+def test_nvml_that_hangs_as_a_whole_is_unknown_for_all(one: World) -> None:
+    """Not 180 s later, when the last reading is stale."""
+    one.start()
+    one.until(lambda: checks(one).get("NVML") == checks(one, 1).get("NVML") == "ok")
+    change_script(one.script, lambda script: script.update(hang="nvml"))
+    one.until(lambda: checks(one).get("NVML") == checks(one, 1).get("NVML") == "unknown")
+    assert [row["status"] for row in one.document()["checks"] if row["name"] == "GPUs"] == ["unknown"]
+    assert one.way() == [] and one.hold() is None
+    change_script(one.script, lambda script: script.pop("hang"))
+    one.until(lambda: checks(one).get("NVML") == checks(one, 1).get("NVML") == "ok")
+    assert [row["status"] for row in one.document()["checks"] if row["name"] == "GPUs"] == ["ok"]
 
 
 def test_a_fault_that_comes_back_at_each_reset_ends_in_quarantine(one: World) -> None:
