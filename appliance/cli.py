@@ -35,6 +35,13 @@ class Command(NamedTuple):
     module: str
 
 
+class Program(NamedTuple):
+    """What a console script of ours calls itself."""
+
+    name: str
+    description: str
+
+
 COMMANDS = (
     Command("status", "show GPUs, engines, gateways and what is wrong", "appliance.status_cli"),
     Command("list", "list GPUs and engines, a line each", "appliance.list_cli"),
@@ -82,7 +89,12 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(int(ExitCode.USAGE))
 
 
-def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
+APPLIANCE = Program("appliance", "Turns a bare-metal NVIDIA host into a trustworthy LLM endpoint.")
+
+
+def main(
+    argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS, program: Program = APPLIANCE
+) -> int:
     """Runs one command; returns its exit code. An error becomes a message with a next step, a traceback only with
     --debug."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -90,7 +102,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     _Parser.as_json = as_json
     try:
         chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
-        parser, modules = build_parser(commands, chosen)
+        parser, modules = build_parser(commands, chosen, program)
         args = parser.parse_args(arguments)
         if args.command is None:
             parser.print_help(sys.stderr)
@@ -112,17 +124,17 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
 
 
 def build_parser(
-    commands: Sequence[Command] = COMMANDS, chosen: str | None = None
+    commands: Sequence[Command] = COMMANDS, chosen: str | None = None, program: Program = APPLIANCE
 ) -> tuple[argparse.ArgumentParser, dict[str, CommandModule]]:
     """The parser, with the options of the command `chosen`; of all of them where it is None (man page, completion)."""
     parser = _Parser(
-        prog="appliance",
-        description="Turns a bare-metal NVIDIA host into a trustworthy LLM endpoint.",
+        prog=program.name,
+        description=program.description,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"appliance {__version__}")
+    parser.add_argument("--version", action="version", version=f"{program.name} {__version__}")
     add_common(parser, default=False)
     common = argparse.ArgumentParser(add_help=False)
     add_common(common)

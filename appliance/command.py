@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
@@ -72,14 +72,16 @@ Runner = Callable[..., Result]
 """`run`, or what a test puts in its place: (argv, *, timeout, limit=...) -> Result."""
 
 
-def run(argv: Sequence[str], *, timeout: float, limit: int = MAX_OUTPUT_BYTES) -> Result:
-    """Runs `argv` for at most `timeout` seconds and `limit` bytes of each of stdout and stderr. Never raises for what
-    the command does: see Result."""
-    environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    environ |= {"LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": "cat", "PAGER": "cat"}
+def run(
+    argv: Sequence[str], *, timeout: float, limit: int = MAX_OUTPUT_BYTES, environ: Mapping[str, str] | None = None
+) -> Result:
+    """Runs `argv` for at most `timeout` seconds and `limit` bytes of each of stdout and stderr, with the variables
+    `environ` beside ours. Never raises for what the command does: see Result."""
+    environment = dict(environ or {}) | {name: os.environ[name] for name in _KEPT if name in os.environ}
+    environment |= {"LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": "cat", "PAGER": "cat"}
     try:
         child = subprocess.Popen(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
+            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
             start_new_session=True,
         )  # fmt: skip
     except FileNotFoundError:

@@ -47,6 +47,10 @@ class Paths:
     def config(self) -> Path:
         return self.etc / "appliance.toml"
 
+    @property
+    def canary_config(self) -> Path:  # defaults of the canary's runs, and its hooks
+        return self.etc / "canary.toml"
+
     # -- /var/lib
     @property
     def releases(self) -> Path:  # owner: appliance/releases.py
@@ -73,6 +77,18 @@ class Paths:
     def events(self) -> Path:  # appended by everyone, appliance/events.py
         return self.state / "events.jsonl"
 
+    @property
+    def canary_run(self) -> Path:  # owner: the canary controller; the present or last run
+        return self.state / "canary.json"
+
+    @property
+    def canary_runs(self) -> Path:  # owner: the canary controller; runs that are over, ID.json
+        return self.state / "canary-runs"
+
+    @property
+    def canary_abort(self) -> Path:  # owner: `canary rollback`; who wants which run ended
+        return self.state / "canary-abort.json"
+
     # -- /run
     def gpu_run(self, gpu: int) -> Path:
         return self.run / f"gpu{gpu}"
@@ -88,3 +104,11 @@ class Paths:
 
     def gateway_socket(self, slot: str) -> Path:  # admin listener of a gateway (state, metrics)
         return self.run / "gateway" / f"{slot}.sock"
+
+    @property
+    def canary_marker(self) -> Path:  # owner: the canary controller; tells the gateways that a run is on
+        return self.run / "canary.json"
+
+    @property
+    def canary_control(self) -> Path:  # owner: the canary controller
+        return self.run / "canary.ctl"
