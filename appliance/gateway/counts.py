@@ -23,14 +23,15 @@ def counts(
     """`metrics`, `connections` and `in_flight`: of all workers; `silent`: pids of those whose numbers are old.
 
     The value of a histogram: how many are in each bucket (upper edge included, not cumulative), then their sum."""
-    problem = gateway.not_ready()
+    # Not Gateway.not_ready: a host that is drained for its load balancers still serves who comes.
+    problem = "it shuts down" if gateway.stopping else (gateway.engines.not_ready() or (None, None))[1]
     return {
         "schema": SCHEMA,
         "slot": gateway.settings.slot,
         "epoch": gateway.epoch,
         "release": gateway.engines.release,
         "serving": gateway.engines.serving(),
-        "not_ready": problem[1] if problem is not None else None,
+        "not_ready": problem,
         "run": gateway.canary.run,
         "draining": gateway.canary.draining,
         "clients": gateway.canary.clients.total,

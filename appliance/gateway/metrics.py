@@ -183,6 +183,8 @@ class _Malformed:
 
     def inc(self) -> None:
         self._metrics.requests.inc(self._metrics.slot, "", *self._labels)
+        if self._labels[1].startswith("5"):
+            self._metrics.errors.inc(self._metrics.slot, "", "internal")
 
 
 # ---- sums and text -------------------------------------------------------------------------------------------------
