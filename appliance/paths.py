@@ -102,6 +102,10 @@ class Paths:
     def engine_socket(self, gpu: int, release: str) -> Path:  # owner: the engine
         return self.gpu_run(gpu) / "engines" / f"{release}.sock"
 
+    @property
+    def canary_marker(self) -> Path:  # owner: the canary controller; read by the gateways (gateway/canary_run.py)
+        return self.run / "canary.json"
+
     def gateway_socket(self, slot: str) -> Path:  # admin listener of a gateway (state, metrics)
         return self.run / "gateway" / f"{slot}.sock"
 

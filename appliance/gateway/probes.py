@@ -24,8 +24,10 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 async def livez(gateway: Gateway, request: web.BaseRequest, call: Call | None) -> web.Response:
-    """200: this process turns its event loop."""
-    return json_response({"status": "ok"})
+    """200: this process turns its event loop. Its slot is in a header, for who asks through the canary's rules."""
+    response = json_response({"status": "ok"})
+    response.headers["X-Appliance-Slot"] = gateway.settings.slot
+    return response
 
 
 async def readyz(gateway: Gateway, request: web.BaseRequest, call: Call | None) -> web.Response:
@@ -80,6 +82,8 @@ def state(gateway: Gateway) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "slot": gateway.settings.slot,
+        "epoch": gateway.epoch,
+        "canary_run": gateway.canary.run,
         "release": engines.release,
         "serving": engines.serving(),
         "draining": engines.draining,
@@ -135,7 +139,14 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
         for entry in launcher.engines:
             states.set(1, str(gpu), entry.release, entry.state)
             restarts.set(entry.restarts, str(gpu), entry.release)
-    return [ready, release, drained, admitted, holds, states, restarts]
+    clients = Gauge(
+        "appliance_gateway_run_clients_total",
+        "Distinct client addresses (IPv6: networks of 64 bits), counted while a canary run is on, each run by itself",
+        ("slot",),
+    )
+    clients.kind = "counter"
+    clients.set(gateway.canary.clients.total, slot)
+    return [ready, release, drained, admitted, holds, states, restarts, clients]
 
 
 def render_all(counted: list[Metric], gateway: Gateway, engines: list[Part]) -> bytes:
