@@ -110,9 +110,5 @@ class Paths:
         return self.run / "gateway" / f"{slot}.sock"
 
     @property
-    def canary_marker(self) -> Path:  # owner: the canary controller; tells the gateways that a run is on
-        return self.run / "canary.json"
-
-    @property
     def canary_control(self) -> Path:  # owner: the canary controller
         return self.run / "canary.ctl"

@@ -89,15 +89,13 @@ class Commands:
         live = controller.live
         run = controller.run
         boot = now().boot
-        sides = {
-            "canary": msgspec.to_builtins(observer.canary) if observer and observer.canary else None,
-            "stable": msgspec.to_builtins(observer.stable) if observer and observer.stable else None,
-        }
         return {
             "ok": True, "schema": 1, "controller": True, "run": to_state(run) if run else None, "boot": boot,
             "live": {
                 "rule": live.rule, "rule_error": live.rule_error, "drift": live.drift, "in_work": live.in_work,
-                "draining": live.draining, "samples_error": observer.error if observer else None, **sides,
+                "draining": live.draining, "alive": observer.alive if observer else None,
+                "kernel": observer.kernel if observer else None,
+                "samples": msgspec.to_builtins(observer.reading) if observer and observer.reading else None,
             },
         }  # fmt: skip
 
@@ -126,7 +124,8 @@ class Commands:
 
         def checks(_: Any) -> list[Check]:
             paths = controller.store.paths
-            return run_checks(paths, controller.placement, parts.rules, parts.samples, start, policy, now())
+            releases = {"canary": start.release}
+            return run_checks(paths, controller.placement, parts.rules, parts.samples(policy, releases), start, now())
 
         def answer(found: list[Check]) -> Answer:
             shown = {"checks": [check.as_dict() for check in found], "policy": msgspec.to_builtins(policy)}

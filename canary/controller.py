@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from appliance.launcher.loop import Loop, Timer
 from appliance.launcher.state import say
@@ -112,7 +112,7 @@ class Controller:
     def _begin(self, run: Run) -> None:
         self.run = run
         self._weight = None
-        self.observer = Observer(run.policy, self.parts, run.evidence)
+        self.observer = Observer(run, self.parts)
 
     def _clean(self) -> None:
         """No run is on, so no rule of ours may send anything anywhere, whoever left it."""
@@ -155,9 +155,9 @@ class Controller:
         self.on_change()
 
     def _note_step(self, before: Run, after: Run) -> None:
-        if self.observer is not None and (before.step, before.stage) != (after.step, after.stage):
-            if after.stage is Stage.OBSERVE and before.stage in (Stage.HOOK, Stage.MOVE):
-                self.observer.begin_step()
+        began = after.stage is Stage.OBSERVE and before.stage in (Stage.HOOK, Stage.MOVE)
+        if began and self.observer is not None:
+            self.observer.begin_step(after.weight)
 
     def _act(self) -> None:
         """Makes the host what the run wants of it."""
@@ -226,7 +226,7 @@ class Controller:
         except ApplianceError as error:
             self.live.rule_error = error.message
 
-    def _set_marker(self, run: str | None, draining_slot: str | None) -> None:
+    def _set_marker(self, run: str | None, draining_slot: Literal["canary"] | None) -> None:
         if self._marked != (run, draining_slot):
             try:
                 self.store.mark(run, draining_slot)
@@ -265,7 +265,10 @@ class Controller:
             self._act()
         if plan(run, self._now().boot).observe and now - self._sample_at >= self._times.sample:
             self._sample_at = now
-            self._eyes.submit("sample", self._sample)
+            observer = self.observer
+            assert observer is not None
+            self._eyes.submit("sample", lambda _: observer.read())
+            self._look_at_golden(run)
 
     def _look_for_abort(self) -> None:
         assert self.run is not None
@@ -331,20 +334,24 @@ class Controller:
 
     # -- observing -------------------------------------------------------------------------------------------------
 
-    def _sample(self, _: Any) -> Any:
-        """In the other thread: gateways may take seconds to answer, and the judge's libraries to load."""
-        observer = self.observer
-        if observer is not None:
-            observer.prepare()
-        return self.parts.samples.read()
+    def _look_at_golden(self, run: Run) -> None:
+        """Once in each step, and again in a while: exactness makes any difference a fault."""
+        if self.observer is not None and run.stage is Stage.OBSERVE and self.observer.golden_due():
+            self._eyes.submit("golden", lambda cancelled: self.placement.golden(run, cancelled))
 
-    def _sampled(self, _key: str, result: Any) -> None:
+    def _sampled(self, key: str, result: Any) -> None:
         if self.run is None or self.observer is None:
             return
-        self.observer.sampled(result)
-        if (reason := self.observer.dead(self.run.policy.liveness_seconds)) is not None:
+        if key == "golden":
+            self.observer.golden(result if isinstance(result, bool) else None)
+            return
+        if isinstance(result, Exception):
+            say(f"<3>{key}: {type(result).__name__}: {result}")
+        else:
+            self.observer.sampled(result)
+        if (reason := self.observer.dead()) is not None:
             self.handle(machine.Trip(reason))
-        elif self.observer.due(self.run.policy.interval) or final_due(self.run, self._now().boot):
+        elif self.observer.due():
             self._judge()
         else:
             self._act()  # a weight that waited for a sign of life
@@ -352,7 +359,7 @@ class Controller:
     def _judge(self) -> None:
         assert self.run is not None and self.observer is not None
         final = final_due(self.run, self._now().boot)
-        verdict = self.observer.judge(final=final)
+        verdict = self.observer.judge()
         if verdict is not None:
             self.handle(machine.Judged(verdict, final, self.observer.evidence()))
 

@@ -390,7 +390,7 @@ def _observe(run: Run, now: Now, event: str, *, by: str | None = None, note: str
     weight = run.weight if run.dry_run else run.target
     return _to(
         run, now, Phase.STEP, Stage.OBSERVE, event, weight=weight, overridden=False, granted=False, held=None,
-        verdict=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds, progress=now.boot, by=by,
+        extended=False, verdict=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds, progress=now.boot, by=by,
         note=note,
     )  # fmt: skip
 
@@ -413,7 +413,9 @@ def _judged(run: Run, event: Judged, now: Now) -> Run:
     if policy.on_inconclusive == "hold":
         held = f"inconclusive: {event.verdict.reason}"
         return _to(run, now, Phase.STEP, Stage.HELD, "held", held=held, note=held)
-    return _note(run, now, "extended", step_ends=now.boot + policy.step_seconds, note=event.verdict.reason)
+    if run.extended:  # judged at each interval from now on
+        return run
+    return _note(run, now, "extended", extended=True, note=event.verdict.reason)
 
 
 def _verified(run: Run, now: Now) -> Run:

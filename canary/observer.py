@@ -7,81 +7,93 @@ from typing import Any
 
 from appliance.launcher.state import say
 from appliance.log import ApplianceError
-from canary.seams import Judge, Parts, Reading
-from canary.types import Policy, SideCounts, Verdict
+from canary.run import Run
+from canary.samples import Reading
+from canary.seams import Judge, Parts
+from canary.types import Policy, Verdict
 
-_DEAD_SAMPLES = 2  # one may be an accident
-_BLIND_FACTOR = 5.0  # times liveness_seconds without any answer: nobody watches the canary
+_DEAD_READINGS = 2  # one may be an accident
+_BLIND_FACTOR = 5.0  # times liveness_seconds without any number of the canary: nobody watches it
+GOLDEN_SECONDS = 60.0  # golden answers are compared again, beside once in each step
 
 
 class Observer:
     """Of one run, in one process. Times are CLOCK_MONOTONIC."""
 
-    def __init__(self, policy: Policy, parts: Parts, evidence: dict[str, Any] | None) -> None:
+    def __init__(self, run: Run, parts: Parts) -> None:
         self.weight = 0.0  # of the rule now
         self.alive: bool | None = None  # None: not known yet
-        self.canary: SideCounts | None = None
-        self.stable: SideCounts | None = None
-        self.error: str | None = None
-        self._policy, self._parts, self._evidence = policy, parts, evidence
+        self.reading: Reading | None = None
+        self.kernel: dict[str, int] | None = None  # new connections by the rule's counters
+        self._policy, self._parts, self._evidence = run.policy, parts, run.evidence
+        self._samples = parts.samples(run.policy, {"stable": run.stable, "canary": run.release})
         self._judge: Judge | None = None
+        self._begun: float | None = None  # weight of a step that the judge has not been told of
         self._dead = 0
-        self._heard = self._lived = time.monotonic()
+        self._seen = time.monotonic()
         self._judged = 0.0
+        self._golden: bool | None = None
+        self._golden_at: float | None = None
 
-    def prepare(self) -> None:
-        """Makes the judge, which may load libraries; in the thread that may wait. Once."""
+    # -- in the thread that may wait
+    def read(self) -> Reading:
+        """Counts of both gateways; the first call makes the judge, which loads libraries."""
         if self._judge is None:
             self._judge = self._parts.judge(self._policy, self._evidence)
+        return self._samples.read()
 
-    def begin_step(self) -> None:
-        if self._judge is not None:
-            self._judge.begin_step()
+    # -- in the loop
+    def begin_step(self, weight: float) -> None:
+        self._begun, self._golden_at = weight, None
 
-    def sampled(self, result: Any) -> None:
-        """Counts of both gateways, or the exception instead."""
+    def golden_due(self) -> bool:
+        return self._golden_at is None or time.monotonic() - self._golden_at >= GOLDEN_SECONDS
+
+    def golden(self, right: bool | None) -> None:
+        """None: could not be compared; asked again soon."""
         now = time.monotonic()
-        if isinstance(result, Exception):
-            if self.error is None:
-                say(f"<3>the gateways cannot be asked: {result}")
-            self.error = getattr(result, "message", None) or str(result)
-            return
-        self.canary, self.stable = result
-        self.error, self._heard = None, now
-        assert self.canary is not None
-        self.alive = self.canary.alive
-        self._dead = 0 if self.alive else self._dead + 1
-        if self.alive:
-            self._lived = now
+        self._golden_at = now if right is not None else now - GOLDEN_SECONDS + self._policy.interval
+        self._golden = right if self._golden is not False else False
 
-    def dead(self, liveness_seconds: float) -> str | None:
+    def sampled(self, reading: Reading) -> None:
+        self.reading = reading
+        if reading.canary is not None:
+            self._seen = time.monotonic()
+        if "canary" in reading.not_alive:
+            self.alive, self._dead = False, self._dead + 1
+        elif reading.canary is not None:
+            self.alive, self._dead = True, 0
+
+    def dead(self) -> str | None:
         """Why the canary must get no more connections, whatever the statistics say."""
-        now = time.monotonic()
-        if self.error is not None and now - self._heard > _BLIND_FACTOR * liveness_seconds:
-            return f"the gateways could not be asked for {now - self._heard:.0f} s: nobody watches the canary ({self.error})"
-        if self._dead >= _DEAD_SAMPLES or (self._dead and now - self._lived >= liveness_seconds):
-            return "the canary's gateway does not answer"
+        if self._dead >= _DEAD_READINGS and self.reading is not None:
+            return f"the canary is not alive: {self.reading.not_alive.get('canary')}"
+        blind = time.monotonic() - self._seen
+        if blind > _BLIND_FACTOR * self._policy.liveness_seconds:
+            return f"nobody watches the canary: its gateway could not be asked for {blind:.0f} s"
         return None
 
-    def due(self, interval: float) -> bool:
-        return self.canary is not None and time.monotonic() - self._judged >= interval
+    def due(self) -> bool:
+        return time.monotonic() - self._judged >= self._policy.interval
 
-    def judge(self, *, final: bool) -> Verdict | None:
-        """The verdict on all that was seen; None while there is nothing to judge."""
-        if self._judge is None or self.canary is None or self.error is not None:
+    def judge(self) -> Verdict | None:
+        """The verdict on all that was seen; None while there is nothing to judge by: no reading yet, or the canary was
+        not alive at the last one, which liveness decides."""
+        if self._judge is None or self.reading is None or self.alive is False:
             return None
         self._judged = time.monotonic()
-        kernel = None
+        if self._begun is not None:
+            self._judge.begin_step(self._begun)
+            self._begun = None
         try:
-            kernel = self._parts.rules.counters().get("canary")
+            self.kernel = self._parts.rules.counters()
         except ApplianceError as error:
-            say(f"<4>the rule's counters cannot be read: {error.message}")
-        self._judge.observe(
-            Reading(
-                at=self._judged, canary=self.canary, stable=self.stable, weight=self.weight, kernel_connections=kernel
-            )
-        )
-        return self._judge.verdict(final=final)
+            if self.kernel is not None:
+                say(f"<4>the rule's counters cannot be read: {error.message}")
+            self.kernel = None
+        golden, self._golden = self._golden, None
+        kernel = self.kernel["canary"] if self.kernel is not None else None
+        return self._judge.look(self.reading, weight=self.weight, kernel=kernel, golden_ok=golden)
 
     def evidence(self) -> dict[str, Any] | None:
         return self._judge.evidence() if self._judge is not None else None

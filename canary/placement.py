@@ -162,6 +162,17 @@ class Placement:
             return wait(f"{seen} of {len(states)} GPUs run {run.release}, and its weight is {run.weight:g} %")
         return self.gateway("canary", run.release, cancelled)
 
+    def golden(self, run: Run, cancelled: threading.Event) -> bool | None:
+        """Do all engines of the release that are ready give their golden answers? None: could not be compared."""
+        verdicts = set()
+        for gpu, state in self.fleet(cancelled).survey()[0].items():
+            if engine_of(state, run.release).get("state") == "ready":
+                found = compare(self.paths, run.release, self.paths.engine_socket(gpu, run.release))
+                verdicts.add(found.verdict)
+        if Verdict.DIFFERENT in verdicts:
+            return False
+        return True if verdicts == {Verdict.SAME} else None
+
     def commit(self, run: Run) -> Result:
         """The commit point: the stable pointer names the release on return of `ok`. Called in the controller's loop,
         under the lock that aborts take; takes milliseconds."""

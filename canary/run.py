@@ -95,6 +95,7 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
     seq: int = 0  # of transitions; each is one event
     weight: float = 0.0  # percent of new connections that it should get now
     overridden: bool = False  # by `canary weight N`
+    extended: bool = False  # its time was over without a decision
     granted: bool = False  # `canary promote` was given for this step
     entered: float = 0.0
     entered_at: float = 0.0

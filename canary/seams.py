@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from canary.types import Policy, SideCounts, Verdict
+from canary.samples import Reading
+from canary.types import Policy, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class RuleState:
+class RuleState(Protocol):
     """Of the kernel's rules, as they were read."""
 
-    weight: float | None  # percent; None: our rules are not there, which is weight 0
-    run: str | None = None
-    drift: tuple[str, ...] = ()  # what somebody changed
-    conntrack_percent: float | None = None
+    @property
+    def weight(self) -> float | None:
+        """Percent; None: our rules are not there, which is weight 0."""
+        ...
+
+    @property
+    def run(self) -> str | None: ...
+
+    @property
+    def drift(self) -> tuple[str, ...]:
+        """What somebody changed."""
+        ...
+
+    @property
+    def conntrack_percent(self) -> float | None: ...
 
 
 class Rules(Protocol):
-    """netfilter, or what a test puts in its place. Every method raises ApplianceError where the kernel says no."""
+    """canary.netfilter.apply.Netfilter, or what a test puts in its place. Every method raises ApplianceError where the
+    kernel says no."""
 
     def read(self) -> RuleState: ...
 
-    def set_weight(self, run: str, weight: float) -> None:
+    def set_weight(self, run: str, weight: float) -> Any:
         """Percent of new connections; read back before it returns. Never touches connections that are there."""
         ...
 
@@ -33,13 +45,15 @@ class Rules(Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """New connections since the host's start: {"canary": n, "stable": n}; never goes down in one boot."""
+        """New connections since this object was made: {"canary": n, "stable": n}."""
         ...
-
-    def remove(self) -> None: ...
 
     def diff(self) -> str:
         """What `repair` would change, for people; empty if nothing."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Rules of others that the canary cannot do justice to."""
         ...
 
     def draining(self) -> int | None:
@@ -48,38 +62,23 @@ class Rules(Protocol):
 
 
 class Samples(Protocol):
-    """Counts of both gateways."""
+    """canary.samples.Samples, of one run."""
 
-    def read(self) -> tuple[SideCounts, SideCounts | None]:
-        """(canary, stable); ApplianceError where they cannot be had."""
+    def read(self) -> Reading: ...
+
+    def check(self) -> None:
+        """SamplesError where the gateways cannot measure what the policy limits."""
         ...
-
-    def problem(self, policy: Policy) -> str | None:
-        """Why the gateways cannot measure what `policy` asks for; None if they can."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One look at everything that counts."""
-
-    at: float  # CLOCK_MONOTONIC
-    canary: SideCounts
-    stable: SideCounts | None
-    weight: float
-    kernel_connections: int | None = None  # to the canary, cumulative
-    golden_ok: bool | None = None
 
 
 class Judge(Protocol):
-    """Statistics of one run. NaN, no data and stale counts are INCONCLUSIVE, never PASS."""
+    """Statistics of one run (judging.py). NaN, no data and stale counts are INCONCLUSIVE, never PASS."""
 
-    def begin_step(self) -> None: ...
+    def begin_step(self, weight: float) -> None: ...
 
-    def observe(self, reading: Reading) -> None: ...
-
-    def verdict(self, *, final: bool) -> Verdict:
-        """`final`: the step's time is over; PASS is only said then."""
+    def look(self, reading: Reading, *, weight: float, kernel: int | None, golden_ok: bool | None) -> Verdict:
+        """Adds what was counted since the look before, and judges all of it. `kernel`: connections that the rule sent
+        to the canary, cumulative; None: unknown. `golden_ok`: None where they were not compared since."""
         ...
 
     def evidence(self) -> dict[str, Any]:
@@ -88,6 +87,8 @@ class Judge(Protocol):
 
 
 JudgeFactory = Callable[[Policy, dict[str, Any] | None], Judge]
+SamplesFactory = Callable[[Policy, Mapping[str, str]], Samples]
+"""The policy, and slot -> the release that is judged there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +96,5 @@ class Parts:
     """All of them, as a controller gets them."""
 
     rules: Rules
-    samples: Samples
+    samples: SamplesFactory
     judge: JudgeFactory

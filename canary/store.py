@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from appliance.events import append_event, read_events
 from appliance.fsutil import locked
@@ -24,6 +24,7 @@ from appliance.paths import Paths
 from appliance.slots import pointer
 from appliance.statefile import read_state, remove_state, state_lock, sync_directory, write_state
 from canary.machine import Abort, Refused
+from canary.marker import clear_marker, write_marker
 from canary.run import SCHEMA, Run, RunError, from_state, to_state
 
 KEPT = 100
@@ -156,10 +157,9 @@ class Store:
             yield
 
     # -- the marker
-    def mark(self, run: str | None, draining_slot: str | None) -> None:
+    def mark(self, run: str | None, draining_slot: Literal["canary"] | None) -> None:
         """For the gateways; None: no run is on."""
         if run is None:
-            self.paths.canary_marker.unlink(missing_ok=True)
+            clear_marker(self.paths)
         else:
-            value = {"run": run, "draining_slot": draining_slot}
-            write_state(self.paths.canary_marker, value, schema=SCHEMA, durable=False)
+            write_marker(self.paths, run, draining=draining_slot)

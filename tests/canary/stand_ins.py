@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError
 from appliance.paths import Paths
 from canary.controller import Times
-from canary.seams import Parts, Reading, RuleState
-from canary.types import Finding, Outcome, Policy, SideCounts, Verdict
+from canary.samples import Reading, SamplesError
+from canary.seams import Parts
+from canary.types import Finding, Outcome, SideCounts, Verdict
 
 FAST = Times(tick=0.01, drift=0.1, sample=0.02)
 
@@ -33,6 +36,14 @@ class Script:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.get() | values))
         os.replace(temporary, self.path)
+
+
+@dataclass(frozen=True)
+class RuleState:
+    weight: float | None
+    run: str | None
+    drift: tuple[str, ...] = ()
+    conntrack_percent: float | None = 1.0
 
 
 class FileRules:
@@ -77,8 +88,8 @@ class FileRules:
         self._load()
         return {"canary": 0, "stable": 0}
 
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+    def notes(self) -> list[str]:
+        return []
 
     def diff(self) -> str:
         return ""
@@ -91,36 +102,37 @@ class ScriptedSamples:
     def __init__(self, paths: Paths) -> None:
         self._script = Script(paths)
 
-    def read(self) -> tuple[SideCounts, SideCounts | None]:
-        script = self._script.get()
+    def read(self) -> Reading:
+        script, at = self._script.get(), time.monotonic()
         if error := script.get("samples_error"):
-            raise ApplianceError(error)
-        side = SideCounts(epoch="1", at=0.0, requests=100, connections=10)
-        canary = SideCounts(epoch="1", at=0.0, requests=100, connections=10, alive=script.get("alive", True))
-        return canary, side
+            return Reading(at=at, canary=None, stable=None, invalid=error)
+        alive = script.get("alive", True)
+        stable = SideCounts(epoch="1", at=at, requests=100, connections=10)
+        canary = SideCounts(epoch="1", at=at, requests=100, connections=10, alive=alive)
+        return Reading(at=at, canary=canary, stable=stable, not_alive={} if alive else {"canary": "scripted"})
 
-    def problem(self, policy: Policy) -> str | None:
-        return self._script.get().get("metrics_problem")
+    def check(self) -> None:
+        if problem := self._script.get().get("metrics_problem"):
+            raise SamplesError(problem)
 
 
 class ScriptedJudge:
-    def __init__(self, script: Script, policy: Policy, evidence: dict[str, Any] | None) -> None:
-        self._script, self._policy, self.looks = script, policy, int((evidence or {}).get("looks", 0))
-        self._weight = 0.0
+    def __init__(self, script: Script, evidence: dict[str, Any] | None) -> None:
+        self._script, self.looks, self.golden = script, int((evidence or {}).get("looks", 0)), 0
 
-    def begin_step(self) -> None:
-        pass
+    def begin_step(self, weight: float) -> None:
+        self.golden = 0
 
-    def observe(self, reading: Reading) -> None:
+    def look(self, reading: Reading, *, weight: float, kernel: int | None, golden_ok: bool | None) -> Verdict:
         self.looks += 1
-        self._weight = reading.weight
-
-    def verdict(self, *, final: bool) -> Verdict:
         script = self._script.get()
         outcome = Outcome(script.get("verdict", "pass"))
-        if (at := script.get("fail_at")) is not None and self._weight >= at:
+        if (at := script.get("fail_at")) is not None and weight >= at:
             outcome = Outcome.FAIL
-        if outcome is Outcome.PASS and not final:
+        if golden_ok is False:
+            outcome = Outcome.FAIL
+        self.golden += golden_ok is True
+        if outcome is Outcome.PASS and not self.golden:
             outcome = Outcome.INCONCLUSIVE
         return Verdict(
             outcome=outcome,
@@ -135,5 +147,6 @@ class ScriptedJudge:
 def make_parts(paths: Paths) -> Parts:
     script = Script(paths)
     return Parts(
-        FileRules(paths), ScriptedSamples(paths), lambda policy, evidence: ScriptedJudge(script, policy, evidence)
-    )
+        FileRules(paths), lambda _policy, _releases: ScriptedSamples(paths),
+        lambda _policy, evidence: ScriptedJudge(script, evidence),
+    )  # fmt: skip

@@ -11,7 +11,10 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from appliance.hostconfig import parse_config
+from appliance.fleet import Fleet
+from appliance.golden_record import Recorder
+from appliance.hostconfig import load_config, parse_config
+from appliance.leases import Leases
 from appliance.models import ModelStore
 from appliance.paths import Paths
 from appliance.releases import ReleaseOptions, ReleaseStore
@@ -88,7 +91,18 @@ class World:
         set_slot(paths, "stable", "v1")
         self.fleet = FakeFleet(paths, gpus, config=config)
         self.fleet.__enter__()
+        self._record("v1", "v2")
         self.gateways = {slot: Gateway(paths, slot) for slot in ("stable", "canary")}
+
+    def _record(self, *releases: str) -> None:
+        """Golden answers, as `appliance release add` records them."""
+        store, fleet = ReleaseStore(self.paths), Fleet(self.paths, load_config(self.paths.config))
+        with store.changing():
+            for release in releases:
+                Recorder(fleet, Leases(fleet), store.get(release), displace=True).record()
+                Leases(fleet).drop_all()
+        for gpu in fleet.gpus():
+            fleet.call(gpu, "sync")
 
     def close(self) -> None:
         for gateway in self.gateways.values():
