@@ -167,21 +167,22 @@ class Commands:
             start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
             return start, last.policy
         if op == "undo":
-            return self._undo(request.pop("to", None)), defaults
+            return self._undo(request.pop("to", None))
         try:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
         return start, merge(defaults, start.policy)
 
-    def _undo(self, to: Any) -> Start:
+    def _undo(self, to: Any) -> tuple[Start, Policy]:
         """Back to what served before the last settled run, or run `to`."""
         settled = [run for run in self._controller.store.history() if run.phase is Phase.SETTLED]
         if to is not None:
             settled = [run for run in settled if run.id == to]
         if not settled:
             raise machine.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
-        return Start(release=settled[-1].stable, skip_analysis=True, ignore_cooldown=True)
+        last = settled[-1]
+        return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:
         controller, at = self._controller, now()

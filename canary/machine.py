@@ -146,7 +146,7 @@ def plan(run: Run, now: float) -> Plan:
     return Plan(
         weight=run.weight if carries else 0.0,
         job=run.job_key if works else None,
-        observe=run.phase in (Phase.STEP, Phase.PROMOTING),
+        observe=run.phase in (Phase.STEP, Phase.PROMOTING) and not run.skip_analysis,
         redirect=back,
         draining_slot="canary" if draining else None,
         marker=not over,
@@ -193,7 +193,7 @@ def step(run: Run, event: Event, now: Now) -> Run:
 
 def _to(run: Run, now: Now, phase: Phase, stage: Stage, event: str, **changes: Any) -> Run:
     """One transition: one number, one event."""
-    fields = {key: changes.pop(key) for key in ("by", "note") if changes.get(key) is not None}
+    fields = {key: changes.pop(key, None) for key in ("by", "note")}
     changed: dict[str, Any] = {
         "phase": phase, "stage": stage, "attempt": 0, "retry": 0.0, "problem": None, "seq": run.seq + 1,
         "entered": now.boot, "entered_at": now.utc,

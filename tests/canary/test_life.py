@@ -74,7 +74,7 @@ def test_a_canary_that_dies_is_cut_off_without_statistics(world: World) -> None:
         wait_for(world, lambda run: run.stage == "observe" and world.rules.read().weight == 10)
         world.script.set(alive=False)
         run = controller.run_to_end()
-    assert run is not None and run["phase"] == "failed" and "does not answer" in run["reason"]
+    assert run is not None and run["phase"] == "failed" and "not alive" in run["reason"]
     check_rolled_back(world)
 
 

@@ -11,15 +11,16 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+from appliance.control import ControlClient
 from appliance.fleet import Fleet
 from appliance.golden_record import Recorder
+from appliance.gpus import read_slots
 from appliance.hostconfig import load_config, parse_config
 from appliance.leases import Leases
 from appliance.models import ModelStore
 from appliance.paths import Paths
 from appliance.releases import ReleaseOptions, ReleaseStore
 from appliance.slots import pointer, set_slot
-from appliance.statefile import read_state
 from tests.appliance.fake_launcher import FakeFleet
 from tests.canary.stand_ins import FileRules, Script
 from tests.tiny import make_tiny_model
@@ -67,8 +68,8 @@ class Gateway:
     def state(self) -> dict[str, Any]:
         release = pointer(self.paths, self.slot)
         gpus, ready = [], False
-        for file in sorted(self.paths.run.glob("gpu*/state.json")):
-            engines = (read_state(file, schema=1) or {}).get("engines", [])
+        for gpu in read_slots(self.paths.gpus):  # asked, not read: the fake's state file may lag behind
+            engines = ControlClient(self.paths, gpu).call("status")["state"]["engines"]
             ready = ready or any(e["release"] == release and e["state"] == "ready" for e in engines)
             rows = [{"release": e["release"], "in_flight": self.in_flight.get(e["release"], 0)} for e in engines]
             gpus.append({"engines": rows})
