@@ -47,7 +47,9 @@ class Client(ControlClient):
                 f"the canary controller did not answer {op} within {timeout:g} s", hint=f"systemctl status {UNIT}"
             ) from None
         except (OSError, ValueError):
-            raise NoController(f"the canary controller ended in the middle of {op}", hint=f"journalctl -u {UNIT}") from None
+            raise NoController(
+                f"the canary controller ended in the middle of {op}", hint=f"journalctl -u {UNIT}"
+            ) from None
         if not isinstance(reply, dict) or reply.get("ok") is not True:
             reply = reply if isinstance(reply, dict) else {}
             code = reply.get("exit_code")

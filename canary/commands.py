@@ -13,12 +13,14 @@ import msgspec
 from appliance.launcher.control_server import Client, failure
 from appliance.log import ApplianceError, UsageError
 from appliance.slots import pointer, set_slot
-from canary import machine
+from canary import happenings
 from canary.controller import Controller
+from canary.placement import Placement
 from canary.preflight import Check, Start, now, run_checks
 from canary.run import MAX_REASON_CHARS, Phase, Run, check_policy, to_state
+from canary.seams import Rules
 from canary.settings import load_settings, merge
-from canary.store import boot_id
+from canary.store import Store, boot_id
 from canary.types import Policy
 from canary.worker import Worker
 
@@ -52,23 +54,24 @@ class Commands:
         if op == "status":
             return self.status()
         if op in ("check", "start", "retry", "undo"):
-            return self._preflight(op, request, client, by)
+            self._preflight(op, request, client, by)
+            return None
         if op == "rules":
-            return self._rules()
+            return rules_answer(self._controller.parts.rules)
         if op == "cleanup":
             return self._cleanup()
         run = self._run(request.pop("run", None))
         if op == "rollback":
             return self._rollback(run, request, by)
-        event: machine.Event
+        event: happenings.Event
         if op == "pause":
-            event = machine.Pause(_text(request.pop("reason", "by hand"), "reason", MAX_REASON_CHARS), by)
+            event = happenings.Pause(_text(request.pop("reason", "by hand"), "reason", MAX_REASON_CHARS), by)
         elif op == "resume":
-            event = machine.Resume(by)
+            event = happenings.Resume(by)
         elif op == "promote":
-            event = machine.Promote(by, bool(request.pop("full", False)))
+            event = happenings.Promote(by, bool(request.pop("full", False)))
         elif op == "weight":
-            event = machine.SetWeight(by, self._checked_weight(request.pop("weight", None)))
+            event = happenings.SetWeight(by, self._checked_weight(request.pop("weight", None)))
         else:
             raise UsageError(f"unknown op {op!r}")
         self._controller.handle(event)
@@ -78,9 +81,9 @@ class Commands:
         """The present run; a command that names another one is refused, so that it never hits a newer one."""
         run = self._controller.run
         if run is None:
-            raise machine.Refused("there was no run on this host yet", hint="canary start RELEASE")
+            raise happenings.Refused("there was no run on this host yet", hint="canary start RELEASE")
         if pinned not in (None, run.id):
-            raise machine.Refused(f"run {pinned} is not the present one, {run.id} is", hint="`canary list`")
+            raise happenings.Refused(f"run {pinned} is not the present one, {run.id} is", hint="`canary list`")
         return run
 
     def status(self) -> Answer:
@@ -92,9 +95,10 @@ class Commands:
         return {
             "ok": True, "schema": 1, "controller": True, "run": to_state(run) if run else None, "boot": boot,
             "live": {
-                "rule": live.rule, "rule_error": live.rule_error, "drift": live.drift, "in_work": live.in_work,
+                "rule": live.rule, "rule_seconds": live.rule_seconds, "rule_error": live.rule_error,
+                "drift": live.drift, "in_work": live.in_work,
                 "draining": live.draining, "alive": observer.alive if observer else None,
-                "kernel": observer.kernel if observer else None,
+                "observed": observer.observed() if observer else None,
                 "samples": msgspec.to_builtins(observer.reading) if observer and observer.reading else None,
             },
         }  # fmt: skip
@@ -104,7 +108,9 @@ class Commands:
             raise UsageError(f"weight {value!r} is no number from 0 to 100")
         run = self._run(None)
         if run.placement == "exclusive" and value > run.target:
-            raise machine.Refused(f"placement is exclusive: this step's GPUs carry {run.target:g} %", hint="promote first")
+            raise happenings.Refused(
+                f"placement is exclusive: this step's GPUs carry {run.target:g} %", hint="promote first"
+            )
         return float(value)
 
     def _rollback(self, run: Run, request: dict[str, Any], by: str) -> Answer:
@@ -112,7 +118,7 @@ class Commands:
         if isinstance(drain, bool) or not isinstance(drain, int | float) or not 0 <= drain <= 86400:
             raise UsageError(f"drain {drain!r} is no number of seconds")
         reason = _text(request.pop("reason", "by hand"), "reason", MAX_REASON_CHARS)
-        self._controller.handle(machine.Abort(reason, by, float(drain)))
+        self._controller.handle(happenings.Abort(reason, by, float(drain)))
         return self.status()
 
     # -- starting
@@ -163,7 +169,7 @@ class Commands:
         if op == "retry":
             last = self._run(None)
             if last.phase not in (Phase.ABORTED, Phase.FAILED):
-                raise machine.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
+                raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
             start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
             return start, last.policy
         if op == "undo":
@@ -180,7 +186,7 @@ class Commands:
         if to is not None:
             settled = [run for run in settled if run.id == to]
         if not settled:
-            raise machine.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
+            raise happenings.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
         last = settled[-1]
         return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
 
@@ -197,35 +203,45 @@ class Commands:
         )  # fmt: skip
 
     # -- rules and leftovers
-    def _rules(self) -> Answer:
-        rules = self._controller.parts.rules
-        state = rules.read()
-        return {
-            "ok": True, "weight": state.weight, "run": state.run, "drift": list(state.drift), "diff": rules.diff(),
-            "counters": rules.counters(), "draining": rules.draining(), "conntrack_percent": state.conntrack_percent,
-        }  # fmt: skip
-
     def _cleanup(self) -> Answer:
-        """After runs of earlier versions, tests, hands: rule at 0, canary slot empty, marker gone."""
-        run, paths = self._controller.run, self._controller.store.paths
-        if run is not None and not run.over:
-            raise machine.Refused(f"run {run.id} is {run.phase}", hint="`canary rollback` ends it in order")
-        done = self._controller.parts.rules.repair()
-        self._controller.parts.rules.set_weight(run.id if run else "0", 0.0)
-        if (release := pointer(paths, "canary")) is not None:
-            set_slot(paths, "canary", None)
-            fleet = self._controller.placement.fleet()
-            for gpu in fleet.survey()[0]:
-                fleet.call(gpu, "sync", wait=False, timeout=30.0)
-            done.append(f"the slot canary pointed at {release}; it is empty now")
-        self._controller.store.mark(None, None)
-        self._controller.store.clear_abort()
-        return {"ok": True, "done": done}
+        controller = self._controller
+        return {
+            "ok": True,
+            "done": clean_up(controller.store, controller.placement, controller.parts.rules, controller.run),
+        }
+
+
+def rules_answer(rules: Rules) -> Answer:
+    """What `canary rules` shows."""
+    state = rules.read()
+    return {
+        "ok": True, "weight": state.weight, "run": state.run, "drift": list(state.drift), "diff": rules.diff(),
+        "counters": rules.counters(), "draining": rules.draining(), "conntrack_percent": state.conntrack_percent,
+        "notes": rules.notes(),
+    }  # fmt: skip
+
+
+def clean_up(store: Store, placement: Placement, rules: Rules, run: Run | None) -> list[str]:
+    """After runs of earlier versions, tests, hands: rule at 0, canary slot empty, marker gone. Says what it did.
+    Used by the holder of Store.controlling()."""
+    if run is not None and not run.over:
+        raise happenings.Refused(f"run {run.id} is {run.phase}", hint="`canary rollback` ends it in order")
+    done = rules.repair()
+    if weight := rules.read().weight:
+        done.append(f"the rule sent {weight:g} % to the canary; it is at 0 now")
+    rules.set_weight(run.id if run else "0", 0.0)
+    if (release := pointer(store.paths, "canary")) is not None:
+        set_slot(store.paths, "canary", None)
+        fleet = placement.fleet()
+        for gpu in fleet.survey()[0]:
+            fleet.call(gpu, "sync", wait=False, timeout=30.0)
+        done.append(f"the slot canary pointed at {release}; it is empty now")
+    store.mark(None, None)
+    store.clear_abort()
+    return done
 
 
 def _text(value: Any, key: str, limit: int) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= limit or not value.isprintable():
-        raise machine.Refused(f"{key}: not usable", hint=f"1 to {limit} printable characters")
+        raise happenings.Refused(f"{key}: not usable", hint=f"1 to {limit} printable characters")
     return value
-
-

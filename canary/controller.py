@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from appliance.launcher.loop import Loop, Timer
 from appliance.launcher.state import say
 from appliance.log import ApplianceError, BusyError
 from appliance.notify import Notifier
 from appliance.slots import pointer
-from msgspec.structs import replace
-
-from canary import hooks, machine
-from canary.machine import Now, final_due, plan
+from canary import happenings, hooks, machine
+from canary.happenings import Now
+from canary.machine import final_due, plan
 from canary.observer import Observer
 from canary.outcome import Result, fail, wait
 from canary.placement import Placement
@@ -53,6 +54,7 @@ class Live:
 
     rule: float | None = None  # percent, as read back
     rule_error: str | None = None
+    rule_seconds: float | None = None  # the last change took
     drift: list[str] = field(default_factory=list)
     in_work: int | None = None
     draining: int | None = None
@@ -95,7 +97,7 @@ class Controller:
             self._begin(run)
             committed = pointer(self.store.paths, "stable") == run.release
             # The rule may still be less than what the file says; it becomes so once the canary is seen to live.
-            self.handle(machine.Resumed(boot_id(), committed))
+            self.handle(happenings.Resumed(boot_id(), committed))
         self._tick()
 
     def begin(self, run: Run) -> None:
@@ -134,8 +136,8 @@ class Controller:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, event: machine.Event) -> None:
-        """One event: decided, saved, announced, done. machine.Refused for a command that makes no sense now."""
+    def handle(self, event: happenings.Event) -> None:
+        """One event: decided, saved, announced, done. happenings.Refused for a command that makes no sense now."""
         assert self.run is not None
         after = machine.step(self.run, event, self._now())
         if after is not self.run:
@@ -208,6 +210,7 @@ class Controller:
             self.live.rule_error = error.message
             return
         self._weight, self.live.rule, self.live.rule_error = weight, weight, None
+        self.live.rule_seconds = self.loop.time() - self._rule_at
         if self.observer is not None:
             self.observer.weight = weight
 
@@ -254,7 +257,7 @@ class Controller:
         """One look at everything. Abort and deadline first: nothing that fails below may keep them waiting."""
         assert self.run is not None
         self._look_for_abort()
-        self.handle(machine.Tick())
+        self.handle(happenings.Tick())
         self._look_at_pointers()
         run, now = self.run, self.loop.time()
         if run.phase is Phase.ROLLING_BACK and run.stage is Stage.DRAIN:
@@ -285,15 +288,16 @@ class Controller:
         if run.committed or run.over or run.phase is Phase.ROLLING_BACK or (run.phase, run.stage) == _COMMIT:
             return
         if (stable := pointer(self.store.paths, "stable")) != run.stable:
-            self.handle(machine.Trip(f"the slot stable was changed to {stable} by somebody else"))
-        elif run.phase in (Phase.STEP, Phase.PROMOTING):
-            if (canary := pointer(self.store.paths, "canary")) != run.release:
-                self.handle(machine.Trip(f"the slot canary was changed to {canary} by somebody else"))
+            self.handle(happenings.Trip(f"the slot stable was changed to {stable} by somebody else"))
+            return
+        canary = pointer(self.store.paths, "canary")
+        if run.phase in (Phase.STEP, Phase.PROMOTING) and canary != run.release:
+            self.handle(happenings.Trip(f"the slot canary was changed to {canary} by somebody else"))
 
     def _look_at_drain(self, run: Run) -> None:
         self.live.in_work = self.placement.in_work(run)
         if self.live.in_work == 0 and self._weight == 0.0:
-            self.handle(machine.Drained())
+            self.handle(happenings.Drained())
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +311,7 @@ class Controller:
             say(f"<3>{key}: {text}")
             result = fail(str(text))
         outcome, text = result
-        self.handle(machine.JobDone(key, outcome, text))
+        self.handle(happenings.JobDone(key, outcome, text))
 
     def _commit(self) -> None:
         """The last look for an abort and the rename, under the lock that a wish to abort is written under."""
@@ -326,11 +330,11 @@ class Controller:
         if wish is not None:
             self.handle(wish.event())
         elif not alive:
-            self.handle(machine.JobDone(run.job_key, "wait", "the canary's gateway does not answer"))
+            self.handle(happenings.JobDone(run.job_key, "wait", "the canary's gateway does not answer"))
         elif result.outcome == "ok":
-            self.handle(machine.Committed())
+            self.handle(happenings.Committed())
         else:
-            self.handle(machine.JobDone(run.job_key, result.outcome, result.text))
+            self.handle(happenings.JobDone(run.job_key, result.outcome, result.text))
 
     # -- observing -------------------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class Controller:
         else:
             self.observer.sampled(result)
         if (reason := self.observer.dead()) is not None:
-            self.handle(machine.Trip(reason))
+            self.handle(happenings.Trip(reason))
         elif self.observer.due():
             self._judge()
         else:
@@ -361,7 +365,7 @@ class Controller:
         final = final_due(self.run, self._now().boot)
         verdict = self.observer.judge()
         if verdict is not None:
-            self.handle(machine.Judged(verdict, final, self.observer.evidence()))
+            self.handle(happenings.Judged(verdict, final, self.observer.evidence()))
 
 
 def _job(placement: Placement, run: Run) -> Callable[[Any], Result]:

@@ -7,8 +7,8 @@
 
 Both get the run as JSON: a command in $CANARY_EVENT (and RUN, RELEASE, STABLE, PHASE, STEP, WEIGHT, each with CANARY_
 before it), a URL as the body of a POST. A gate says go (exit 0, HTTP 2xx), not yet (exit 3 or a time-out; 408, 409,
-425, 429, 5xx or no answer) or no (anything else: rolled back). A hook may be called again after a restart of the controller:
-CANARY_KEY names the occasion. Told hooks run after the weight is 0 and never delay it; what they answer is an event.
+425, 429, 5xx or no answer) or no (anything else: rolled back). A hook may be called again after a restart of the
+controller: CANARY_KEY names the occasion. Told hooks run after the weight is 0 and never delay it; what they answer is an event.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 
 from appliance.command import run as run_command
 from appliance.log import ExitCode, UsageError
-from engine.spawn import python_env, python_module
 from canary.outcome import Result, fail, ok, wait
 from canary.run import Hook, HookPoint, Run
+from engine.spawn import python_env, python_module
 
 NOT_YET = int(ExitCode.INCONCLUSIVE)
 _MAX_WORDS = 300
@@ -54,7 +54,7 @@ def payload(run: Run, when: HookPoint) -> str:
 
 
 def call(run: Run, when: HookPoint) -> Result:
-    """All hooks of that point, in order; the first that does not say go ends it for gates. Told hooks are all called."""
+    """All hooks of that point, in order. Of gates, the first that does not say go ends it."""
     gate = when in ("pre", "step", "promote")
     words = []
     for hook in run.hooks:

@@ -12,13 +12,29 @@ The commit is the rename of the stable pointer. Before it an abort wins wherever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from appliance.log import ApplianceError, ExitCode
+from canary.happenings import (
+    Abort,
+    Committed,
+    Drained,
+    Event,
+    JobDone,
+    Judged,
+    Now,
+    Pause,
+    Promote,
+    Refused,
+    Resume,
+    Resumed,
+    SetWeight,
+    Tick,
+    Trip,
+)
 from canary.run import Ending, Phase, Run, Stage, StepResult
-from canary.types import Outcome, Verdict
+from canary.types import Outcome
 
 RETRY_SECONDS = 5.0
 _JOBS = frozenset({
@@ -29,98 +45,6 @@ _JOBS = frozenset({
     (Phase.ROLLING_BACK, Stage.HOOK), (Phase.ROLLING_BACK, Stage.POST),
 })  # fmt: skip
 _STOPS_FOR_PAUSE = frozenset({Phase.STARTING, Phase.WARMING, Phase.STEP, Phase.PROMOTING})
-
-
-class Now(NamedTuple):
-    boot: float  # CLOCK_BOOTTIME
-    utc: float
-
-
-class Refused(ApplianceError):
-    """The run is not where this command makes sense."""
-
-    exit_code = ExitCode.REFUSED
-
-
-# -- events
-
-
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    key: str  # Run.job_key when it began
-    outcome: Literal["ok", "wait", "fail"]  # wait: not yet, ask again
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    verdict: Verdict
-    final: bool  # at the end of the step's time
-    evidence: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """Something that no statistics are needed for: the canary does not answer, a pointer was changed by others."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """No request of the canary is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """The stable pointer names the release."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The controller has started. `committed`: the stable pointer names the release."""
-
-    boot_id: str
-    committed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    reason: str
-    by: str
-    drain: float  # seconds that requests in flight get
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    reason: str
-    by: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    by: str
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    by: str
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SetWeight:
-    by: str
-    weight: float
-
-
-Command = Abort | Pause | Resume | Promote | SetWeight
-Event = Command | JobDone | Judged | Trip | Tick | Drained | Committed | Resumed
 
 
 # -- what a run wants of the host
@@ -208,7 +132,9 @@ def _to(run: Run, now: Now, phase: Phase, stage: Stage, event: str, **changes: A
 
 def _note(run: Run, now: Now, event: str, **changes: Any) -> Run:
     """A change within a stage that is worth an event."""
-    return _to(run, now, run.phase, run.stage, event, **({"entered": run.entered, "entered_at": run.entered_at} | changes))
+    return _to(
+        run, now, run.phase, run.stage, event, **({"entered": run.entered, "entered_at": run.entered_at} | changes)
+    )
 
 
 def roll_back(run: Run, ending: Ending, reason: str, now: Now, *, kept: float, by: str | None = None) -> Run:
@@ -278,9 +204,13 @@ def _command(run: Run, event: Pause | Resume | Promote | SetWeight, now: Now) ->
 
 
 def _resume(run: Run, event: Resume, now: Now) -> Run:
-    if run.stage is Stage.HELD and run.paused is None:  # inconclusive: another round; manual: that is what promote is for
+    if (
+        run.stage is Stage.HELD and run.paused is None
+    ):  # inconclusive: another round; manual: that is what promote is for
         if run.verdict is None or run.verdict.outcome is Outcome.PASS:
-            raise Refused(f"run {run.id} waits for a decision: {run.held}", hint="`canary promote` or `canary rollback`")
+            raise Refused(
+                f"run {run.id} waits for a decision: {run.held}", hint="`canary promote` or `canary rollback`"
+            )
         return _observe(run, now, "resumed", by=event.by)
     if run.paused is None:
         raise Refused(f"run {run.id} is not paused", hint="`canary status`")
@@ -345,7 +275,9 @@ def _job_done(run: Run, event: JobDone, now: Now) -> Run:
         return roll_back(run, "failed", event.text, now, kept=_drain(run))
     # Nothing to go back to any more: tried until it works, and said.
     changes = {"attempt": run.attempt + 1, "retry": now.boot + RETRY_SECONDS, "problem": event.text}
-    return replace(run, **changes) if run.problem == event.text else _note(run, now, "waiting", note=event.text, **changes)
+    return (
+        replace(run, **changes) if run.problem == event.text else _note(run, now, "waiting", note=event.text, **changes)
+    )
 
 
 def _advance(run: Run, now: Now, note: str | None) -> Run:
@@ -390,14 +322,14 @@ def _observe(run: Run, now: Now, event: str, *, by: str | None = None, note: str
     weight = run.weight if run.dry_run else run.target
     return _to(
         run, now, Phase.STEP, Stage.OBSERVE, event, weight=weight, overridden=False, granted=False, held=None,
-        extended=False, verdict=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds, progress=now.boot, by=by,
-        note=note,
+        extended=False, verdict=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds,
+        progress=now.boot, by=by, note=note,
     )  # fmt: skip
 
 
 def _judged(run: Run, event: Judged, now: Now) -> Run:
     run = replace(run, verdict=event.verdict, evidence=event.evidence)
-    if run.phase not in (Phase.STEP, Phase.PROMOTING) or run.dry_run and not event.final:
+    if run.phase not in (Phase.STEP, Phase.PROMOTING) or (run.dry_run and not event.final):
         return run
     outcome, policy = event.verdict.outcome, run.policy
     if run.dry_run:

@@ -10,7 +10,7 @@ from appliance.log import ApplianceError
 from canary.run import Run
 from canary.samples import Reading
 from canary.seams import Judge, Parts
-from canary.types import Policy, Verdict
+from canary.types import Verdict
 
 _DEAD_READINGS = 2  # one may be an accident
 _BLIND_FACTOR = 5.0  # times liveness_seconds without any number of the canary: nobody watches it
@@ -28,6 +28,7 @@ class Observer:
         self._policy, self._parts, self._evidence = run.policy, parts, run.evidence
         self._samples = parts.samples(run.policy, {"stable": run.stable, "canary": run.release})
         self._judge: Judge | None = None
+        self._base: dict[str, int] | None = None  # of the kernel's counters, when this step was first judged
         self._begun: float | None = None  # weight of a step that the judge has not been told of
         self._dead = 0
         self._seen = time.monotonic()
@@ -44,7 +45,7 @@ class Observer:
 
     # -- in the loop
     def begin_step(self, weight: float) -> None:
-        self._begun, self._golden_at = weight, None
+        self._begun, self._golden_at, self._base = weight, None, None
 
     def golden_due(self) -> bool:
         return self._golden_at is None or time.monotonic() - self._golden_at >= GOLDEN_SECONDS
@@ -91,9 +92,16 @@ class Observer:
             if self.kernel is not None:
                 say(f"<4>the rule's counters cannot be read: {error.message}")
             self.kernel = None
+        self._base = self._base or self.kernel
         golden, self._golden = self._golden, None
         kernel = self.kernel["canary"] if self.kernel is not None else None
         return self._judge.look(self.reading, weight=self.weight, kernel=kernel, golden_ok=golden)
+
+    def observed(self) -> dict[str, int] | None:
+        """New connections of this step by the kernel's counters; None: unknown."""
+        if self.kernel is None or self._base is None:
+            return None
+        return {side: count - self._base[side] for side, count in self.kernel.items()}
 
     def evidence(self) -> dict[str, Any] | None:
         return self._judge.evidence() if self._judge is not None else None

@@ -20,7 +20,7 @@ from appliance.paths import Paths
 from appliance.release_build import quick_problem, read_release_manifest
 from appliance.releases import RELEASE_JSON, Release, ReleaseStore
 from appliance.slots import pointer
-from canary.machine import Now
+from canary.happenings import Now
 from canary.placement import Placement
 from canary.run import Phase, Run
 from canary.seams import Rules, Samples
@@ -163,7 +163,9 @@ def _gpus(fleet: Fleet, name: str) -> Iterator[Check]:
     exclusive = fleet.config.engine.placement == "exclusive"
     if len(states) < (2 if exclusive else 1):
         need = "two GPUs (placement is exclusive: stable keeps one)" if exclusive else "a GPU"
-        yield Check("gpus", "refused", f"{len(states)} GPUs take engines now; a canary needs {need}", "appliance status")
+        yield Check(
+            "gpus", "refused", f"{len(states)} GPUs take engines now; a canary needs {need}", "appliance status"
+        )
         return
     for state in () if exclusive else states.values():
         if problem := room_for(fleet, state, name):
@@ -178,7 +180,9 @@ def _gateways(paths: Paths) -> Iterator[Check]:
         try:
             state = get_json(paths.gateway_socket(slot), "/state")
         except AdminError as error:
-            yield Check("gateways", "refused", f"gateway {slot}: {error.message}", f"systemctl start appliance-gateway@{slot}")
+            yield Check(
+                "gateways", "refused", f"gateway {slot}: {error.message}", f"systemctl start appliance-gateway@{slot}"
+            )
             continue
         if slot == "stable" and state.get("serving") is None:
             yield Check("gateways", "refused", "the stable gateway serves nothing", "appliance status")
@@ -194,10 +198,14 @@ def _metrics(samples: Samples) -> Iterator[Check]:
 def _rules(rules: Rules) -> Iterator[Check]:
     state = rules.read()
     if state.weight:
-        yield Check("rules", "refused", f"the rule sends {state.weight:g} % to the canary, and no run is on", "canary cleanup")
+        yield Check(
+            "rules", "refused", f"the rule sends {state.weight:g} % to the canary, and no run is on", "canary cleanup"
+        )
         return
     if state.drift:
-        yield Check("rules", "warn", f"others changed our rules: {'; '.join(state.drift)}; they are repaired at the start")
+        yield Check(
+            "rules", "warn", f"others changed our rules: {'; '.join(state.drift)}; they are repaired at the start"
+        )
     for note in rules.notes():
         yield Check("rules", "warn", note)
     used = state.conntrack_percent

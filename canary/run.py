@@ -7,6 +7,7 @@ named `..._at` are UTC, all others are seconds of CLOCK_BOOTTIME and mean someth
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -155,7 +156,7 @@ def from_state(value: dict[str, Any], where: str) -> Run:
 def check_policy(policy: Policy, placement: str) -> Policy:
     """The policy with the steps that this placement can do. UsageError for one that makes no sense."""
     steps = list(policy.steps)
-    if any(later <= earlier for earlier, later in zip(steps, steps[1:])):
+    if any(later <= earlier for earlier, later in pairwise(steps)):
         raise UsageError(f"steps {steps} do not rise", hint="for example 5,10,25,50,100")
     if steps[0] <= 0:
         raise UsageError("a step of weight 0 judges nothing", hint="for example 5,10,25,50,100")

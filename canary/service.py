@@ -34,7 +34,11 @@ def serve(paths: Paths, make: Make, times: Times | None = None) -> int:
         server = ControlServer(
             loop, paths.canary_control, commands.handle, admins=admins, public_uid=-1, group=os.getegid()
         )
-        controller.on_change = lambda: notifier.send(STATUS=status_line(controller.run)) and None
+
+        def say_status() -> None:
+            notifier.send(STATUS=status_line(controller.run))
+
+        controller.on_change = say_status
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.on_signal(number, loop.stop)
         loop.on_signal(signal.SIGHUP, controller.poke)

@@ -1,14 +1,14 @@
 """/etc/appliance/canary.toml (optional): what runs are like where the command line says nothing, and the hooks.
 
-    [policy]                 # canary/types.py:Policy; each key may be left out
-    steps = [5, 10, 25, 50, 100]
-    step_seconds = 300
-    [[policy.limits]]
-    metric = "itl"
-    seconds = 0.080
-    [[hooks]]                # canary/hooks.py
-    when = "promote"
-    exec = ["/usr/local/bin/ask-oncall"]
+[policy]                 # canary/types.py:Policy; each key may be left out
+steps = [5, 10, 25, 50, 100]
+step_seconds = 300
+[[policy.limits]]
+metric = "itl"
+seconds = 0.080
+[[hooks]]                # canary/hooks.py
+when = "promote"
+exec = ["/usr/local/bin/ask-oncall"]
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def load_settings(path: Path) -> Settings:
     try:
         settings = msgspec.convert(table, Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{path}: {error}", hint="the keys are those of canary/types.py:Policy and of hooks") from None
+        raise SettingsError(
+            f"{path}: {error}", hint="the keys are those of canary/types.py:Policy and of hooks"
+        ) from None
     for hook in settings.hooks:
         try:
             check_hook(hook)

@@ -23,7 +23,7 @@ from appliance.fsutil import locked
 from appliance.paths import Paths
 from appliance.slots import pointer
 from appliance.statefile import read_state, remove_state, state_lock, sync_directory, write_state
-from canary.machine import Abort, Refused
+from canary.happenings import Abort, Refused
 from canary.marker import clear_marker, write_marker
 from canary.run import SCHEMA, Run, RunError, from_state, to_state
 

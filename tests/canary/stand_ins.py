@@ -7,7 +7,6 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError
@@ -21,7 +20,7 @@ FAST = Times(tick=0.01, drift=0.1, sample=0.02)
 
 
 class Script:
-    """verdict: pass, fail, inconclusive; fail_at: weight at which it turns to fail; alive; rules_error; samples_error."""
+    """verdict: pass, fail, inconclusive; fail_at: weight from which on it fails; alive; rules_error; samples_error."""
 
     def __init__(self, paths: Paths) -> None:
         self.path = paths.run / "script.json"

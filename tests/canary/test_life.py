@@ -99,7 +99,9 @@ def test_requests_in_flight_are_waited_for(world: World) -> None:
         wait_for(world, lambda run: run.stage == "observe")
         reply = controller.call("rollback", reason="test", drain=60.0)
         assert reply["live"]["rule"] == 0 and reply["run"]["phase"] == "rolling_back"
-        wait_for(world, lambda run: pointer(world.paths, "canary") == "v1")  # what still comes there is served by stable
+        wait_for(
+            world, lambda run: pointer(world.paths, "canary") == "v1"
+        )  # what still comes there is served by stable
         assert world.engines() == [["v1", "v2"]] * world.gpus
         world.gateways["canary"].in_flight.clear()
         run = controller.run_to_end()
