@@ -17,7 +17,9 @@ from msgspec.structs import replace
 
 from canary import stats
 from canary.types import Limit, Policy, SideCounts, Window
-from canary.windows import GOLDEN
+from canary.windows import GOLDEN, UNKNOWN, Liveness, Reading, difference
+
+__all__ = ["GOLDEN", "Evidence", "Kernel", "Liveness", "Reading", "Tally", "difference"]
 
 # How many times stable's share may be the canary's before a comparison speaks against it. The first: for blame, where
 # the absolute limit has been crossed already. The second: for "not worse", where small differences harm nobody.
@@ -200,11 +202,12 @@ class Evidence(msgspec.Struct, kw_only=True, frozen=True):
         return grown._compared(canary, window.stable, policy, timed=timed)._with_looks(policy)
 
     def _without(self, window: Window) -> Evidence:
-        began_anew = self.epoch is not None and self.epoch != window.canary.epoch
+        epoch = self.epoch if window.canary.epoch == UNKNOWN else window.canary.epoch
+        began_anew = self.epoch is not None and self.epoch != epoch
         step = self.step
         if window.golden_ok:
             step = replace(step, golden=step.golden + 1)
-        kept = replace(self, invalid_windows=self.invalid_windows + 1, kernel=Kernel(), epoch=window.canary.epoch)
+        kept = replace(self, invalid_windows=self.invalid_windows + 1, kernel=Kernel(), epoch=epoch)
         if not began_anew:
             return replace(kept, steps=[*self.steps[:-1], step])
         step = replace(step, seconds=0.0, golden=0)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from canary.types import Policy, SideCounts, Window
 
 GOLDEN: Final = "golden"  # class of errors: the canary's gateway or a probe found a golden answer wrong
+UNKNOWN: Final = "unknown"  # epoch of a side that could not be read
 _SPAN_SLACK: Final = 0.5  # seconds by which the times of both sides' readings may differ, and a fifth of the window
 
 

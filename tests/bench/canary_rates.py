@@ -1,9 +1,10 @@
 """How often a canary's judge is wrong: simulated runs, beside the naive rule. python -m tests.bench.canary_rates --full
 
-Whole runs (5, 10, 25, 50, 100 %, 300 s a step, a window every 10 s, an hour for each step) of releases whose true
-rates are known. All runs of a cell go forward together as numpy arrays, with the functions of canary/stats.py; the
-first ones of each cell are also played to the real judge window by window, which must end them in the same way after
-the same number of requests. Prints markdown; --json for the numbers.
+Whole runs (5, 10, 25, 50, 100 %, 300 s a step, a window every 10 s, an hour at most for each step, which is extended
+window by window while it is inconclusive) of releases whose true rates are known. All runs of a cell go forward
+together as numpy arrays, with the functions of canary/stats.py; the first ones of each cell are also played to the real
+judge window by window, which must end them in the same way after the same number of requests. Prints markdown; --json
+for the numbers.
 
 The naive rule: at the end of each step, go on if the share of that step is below the limit, else roll back.
 """
@@ -132,7 +133,7 @@ def simulate(cell: Cell, runs: int, seed: int = 1) -> Result:
         failed, passed = np.zeros(live.size, dtype=bool), np.zeros(live.size, dtype=bool)
 
         # Good observations alone only lower the evidence of badness, so most windows need no look at it.
-        end = (inside[live] % looks == 0) | ((inside[live] >= enough_time) & ~looked[live])
+        end = inside[live] >= enough_time
         ask = np.flatnonzero((k > 0) | over[live] | end)
         who, place = live[ask], at[ask]
         total_bad, total = bad[who].sum(axis=1), seen[who].sum(axis=1)
@@ -149,7 +150,7 @@ def simulate(cell: Cell, runs: int, seed: int = 1) -> Result:
         kept = look_ok[who] & (total_bad <= limit_share * total)
         kept |= stats.log_e_under(total_bad, total, limit_share) >= -np.log(policy.alpha)
         passed[ask] = looked[who] & kept & ~over[who] & (requests[who, place] >= policy.min_requests)
-        passed &= inside[live] % looks == 0
+        passed &= inside[live] >= looks
 
         first_pass[live[passed & (at == 0)]] = True
         outcome[live[passed & (at == planned - 1)]] = PROMOTED
@@ -186,7 +187,7 @@ def play(result: Result, run: int) -> tuple[int, int]:
         inside, requests = inside + 1, requests + window.canary.requests
         if verdict.outcome is Outcome.FAIL:
             return FAILED, requests
-        if verdict.outcome is Outcome.PASS and inside % looks == 0:
+        if verdict.outcome is Outcome.PASS and inside >= looks:
             if step == len(cell.steps) - 1:
                 return PROMOTED, requests
             step, inside = step + 1, 0
