@@ -1,16 +1,16 @@
 """The judge: what a run's evidence says about a release. Pure: the same counts always give the same verdict.
 
 FAIL may come at any window: its tests are sequential, and the chance that a release within all limits is ever failed
-during a run is at most `alpha` together (half of it for errors, half for the rest). PASS means: this step is complete,
-every check passed, and each limit was *shown* to be kept with confidence 1 - alpha; too little data is INCONCLUSIVE,
-and so is everything unknown (stale or restarted counters, no golden answers, a rule that cannot be read).
+during a run is at most `alpha` together (most of it for errors). PASS means: this step is complete, every check passed,
+and each limit was *shown* to be kept with confidence 1 - alpha; too little data is INCONCLUSIVE, and so is everything
+unknown (stale or restarted counters, no golden answers, a rule that cannot be read).
 
 An absolute limit is shown to be kept by the exact fixed-size test at the end of the step, looked at once, or, where the
 step had to be extended after that look, by a sequential test. Each has level alpha, so a step that may be extended
 without end passes a release exactly at a limit with at most twice alpha; a run must pass every step.
 
 Evidence accumulates over the steps of a run. So that old good counts cannot hide a release that is bad only now (under
-more load), a fifth of the sequential test is made of tests that begin anew with each step.
+more load), a tenth of the sequential test is made of tests that begin anew with each step.
 
 Trouble of the whole host is not the release's: an absolute limit fails the canary only where it is also shown to do
 worse than stable in the same windows, or where there is no stable side to compare with.
@@ -23,18 +23,19 @@ from collections.abc import Iterable
 from typing import Final
 
 from canary import stats
-from canary.evidence import GOLDEN, LOST, Evidence, Step, Tally, absolute_metrics, limit_key, step_time
+from canary.evidence import LOST, Evidence, Step, Tally, absolute_metrics, limit_key, step_time
 from canary.types import Finding, Limit, Outcome, Policy, Verdict, Window
+from canary.windows import GOLDEN
 
 PASS, FAIL, INCONCLUSIVE = Outcome.PASS, Outcome.FAIL, Outcome.INCONCLUSIVE
 
-RUN_PART: Final = 0.8  # of the sequential test of a limit: over the whole run; the rest: over each step alone
-ERRORS_PART: Final = 0.5  # of alpha, for false rollbacks
+RUN_PART: Final = 0.9  # of the sequential test of a limit: over the whole run; the rest: over each step alone
+ERRORS_PART: Final = 0.65  # of alpha, for false rollbacks
 BLAME_ALPHA: Final = 0.1  # chance that the canary is blamed for a trouble that both sides have
 BASELINE_PART: Final = 0.25  # with fewer of stable's requests per canary's, stable says nothing about the host
 WORSE: Final = 2.0  # a first token that may be twice as often late is not let through
 TYPICAL: Final = 0.1  # "late" is an edge that about a tenth of all first tokens reach
-FAST: Final = 0.05  # where hardly any reaches even the smallest edge, so few of the canary's may
+FAST: Final = 0.02  # where hardly any reaches even the smallest edge, so few of the canary's may
 
 
 def judge(window: Window, history: Evidence, policy: Policy) -> Verdict:
