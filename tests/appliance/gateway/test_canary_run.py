@@ -402,7 +402,7 @@ async def test_who_wanted_no_stream_has_waited_for_no_token(host, front, asked):
 
 
 async def test_livez_says_which_slot_it_is(host, front):
-    gateway = await front(slot="canary")
+    gateway = await front(slot="canary", canary_port=0)
     await gateway.get("/livez")
     assert gateway.headers["X-Appliance-Slot"] == "canary"
 

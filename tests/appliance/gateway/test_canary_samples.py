@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 
 import aiohttp
 import pytest
+from scipy.stats import binom
 
 from appliance.paths import Paths
 from canary.samples import Samples, SamplesError
 from canary.types import Limit
+from engine.spawn import python_env, python_module
 
 from .world import DONE, STREAM_HEAD, Received, answer, chunk, counting, event
 
@@ -50,7 +55,7 @@ async def both(host, front):
     host.point("canary", "r2")
     for release in ("r1", "r2"):
         await host.engine(0, release, scripted)
-    return await front(), await front(slot="canary")
+    return await front(), await front(slot="canary", canary_port=0)
 
 
 async def read(paths: Paths, **options):
@@ -156,7 +161,7 @@ async def test_who_left_counts_from_the_limit_on(host, both):
 async def test_a_limit_without_an_edge_is_refused(host, front):
     host.point("canary", "r2")
     await front(metrics_buckets_seconds=[0.123])
-    await front(slot="canary", metrics_buckets_seconds=[0.123])
+    await front(slot="canary", canary_port=0, metrics_buckets_seconds=[0.123])
 
     def check(*limits: Limit) -> None:
         Samples(host.paths, limits=limits).check()
@@ -167,3 +172,30 @@ async def test_a_limit_without_an_edge_is_refused(host, front):
     with pytest.raises(SamplesError, match=r"itl without an edge at 0\.07 s") as error:
         await asyncio.to_thread(check, Limit(metric="itl", seconds=0.07))
     assert "metrics_buckets_seconds" in (error.value.hint or "") and error.value.exit_code == 4
+
+
+# ---- with the kernel's own rules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.netns
+def test_what_the_kernel_sent_to_the_canary_is_what_it_has_accepted(tmp_path):
+    """Each connection that the rules counted, and none that came to the canary's port directly, over IPv4 and IPv6."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "iptables", "ip6tables"))):
+        pytest.skip("needs root, unshare, ip and iptables")
+    connections = 10_000 if os.environ.get("APPLIANCE_FULL") else 400
+    done = subprocess.run(
+        ["unshare", "-n", *python_module("tests.appliance.gateway.redirected"), str(tmp_path), str(connections)],
+        env=python_env(), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seen"]["canary"] + found["seen"]["stable"] == connections
+    assert found["canary"] == found["kernel"] == found["seen"]["canary"]
+    assert found["stable"] == found["seen"]["stable"]
+    assert found["direct"] == {"canary": 40}
+    assert found["requests"] == [found["seen"]["canary"] + 40, found["seen"]["stable"]]
+    assert found["clients"] == [2, 2]  # 127.0.0.1 and ::1
+    low, high = binom.ppf([5e-5, 1 - 5e-5], connections, 0.3)
+    assert low <= found["kernel"] <= high
+    assert set(found["probes"]) == {"ok/canary", "ok/stable"}
+    assert found["listening"] == ["127.0.0.1:8001", "[::1]:8001"]
