@@ -224,7 +224,7 @@ Labels = Mapping[str, str]
 
 def slow_key(metric: str, seconds: float) -> str:
     """The key of SideCounts.slow: "itl:0.08", "request:1"."""
-    return f"{metric}:{seconds:.10g}"
+    return f"{metric}:{seconds:g}"
 
 
 def side_counts(

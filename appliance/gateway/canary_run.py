@@ -39,17 +39,15 @@ class Marker(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Clients:
-    """Distinct addresses of the clients of one run: IPv4 addresses and IPv6 networks of 64 bits (one host has many
-    addresses in its network). `total` only grows: the runs before, each counted by itself, and this one."""
+    """Distinct addresses of the clients of one run, up to MAX_CLIENTS: IPv4 addresses and IPv6 networks of 64 bits
+    (one host has many addresses in its network)."""
 
     def __init__(self) -> None:
         self.run: str | None = None
         self._seen: set[str] = set()
-        self._before = 0
 
     def begin(self, run: str | None) -> None:
-        """From now on addresses are of `run`; None: they are not looked at."""
-        self._before += len(self._seen)
+        """From now on addresses are of `run`, of which there are none yet; None: they are not looked at."""
         self._seen.clear()
         self.run = run
 
@@ -70,8 +68,8 @@ class Clients:
         return list(self._seen)
 
     @property
-    def total(self) -> int:
-        return self._before + len(self._seen)
+    def number(self) -> int:
+        return len(self._seen)
 
 
 def _network(address: str) -> str:

@@ -34,7 +34,7 @@ def counts(
         "not_ready": problem,
         "run": gateway.canary.run,
         "draining": gateway.canary.draining,
-        "clients": gateway.canary.clients.total,
+        "clients": gateway.canary.clients.number,
         "connections": connections,
         "in_flight": in_flight,
         "silent_workers": silent,

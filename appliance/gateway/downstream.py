@@ -48,6 +48,7 @@ class ClientConnection(Connection):
         self._since = monotonic()
         self._answers = 0
         self._leave: Leave | None = None  # of the canary run that is on
+        self._noted: str | None = None  # the run that our client has been counted in
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -57,8 +58,6 @@ class ClientConnection(Connection):
         if not self._counted:  # there were too many, and it has been told 503
             gateway.metrics.requests.inc(slot, release, "refused", "503")
             gateway.metrics.errors.inc(slot, release, "connections")
-        elif gateway.canary.run is not None and (peer := transport.get_extra_info("peername")):
-            gateway.canary.clients.add(peer[0])
         self._publish()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -69,6 +68,15 @@ class ClientConnection(Connection):
         gateway = cast("Gateway", self._service)
         if gateway.engines.load is not None:
             gateway.engines.load.set_connections(gateway.connections)
+
+    def note_client(self) -> None:
+        """A request of it is relayed; whoever only probes is no client."""
+        canary = cast("Gateway", self._service).canary
+        if canary.run != self._noted:
+            self._noted = canary.run
+            peer = self.transport.get_extra_info("peername") if self.transport is not None else None
+            if peer:
+                canary.clients.add(peer[0])
 
     def is_last_answer(self) -> bool:
         """Asked once for each answer, before its head is written: whether this connection ends with it. An answer

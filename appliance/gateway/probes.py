@@ -140,12 +140,11 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
             states.set(1, str(gpu), entry.release, entry.state)
             restarts.set(entry.restarts, str(gpu), entry.release)
     clients = Gauge(
-        "appliance_gateway_run_clients_total",
-        "Distinct client addresses (IPv6: networks of 64 bits), counted while a canary run is on, each run by itself",
+        "appliance_gateway_run_clients",
+        "Distinct addresses (IPv6: networks of 64 bits) that requests came from in the canary run that is on",
         ("slot",),
     )
-    clients.kind = "counter"
-    clients.set(gateway.canary.clients.total, slot)
+    clients.set(gateway.canary.clients.number, slot)
     return [ready, release, drained, admitted, holds, states, restarts, clients]
 
 

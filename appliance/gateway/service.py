@@ -237,6 +237,7 @@ class Gateway:
         task = asyncio.current_task()
         assert task is not None
         self.calls[call] = task
+        cast(ClientConnection, request.protocol).note_client()
         body = await read_body(self, request, call)
         call.run = self  # from here on a client that floods its connection is cut off
         return await Relay(self, request, call, target.path, body).run()
@@ -263,11 +264,12 @@ class Gateway:
         self.metrics.requests.inc(slot, call.release, call.route, str(status))
         if target.probe:
             return
-        if call.release:
+        release = call.release or self.engines.release or ""
+        if call.release or call.run is not None or status >= 500:  # an engine was asked, or should have been
             kind = f"{status // 100}xx" if status != 499 else "499"
-            self.metrics.latency.observe(seconds, slot, call.release, call.route, kind)
+            self.metrics.latency.observe(seconds, slot, release, call.route, kind)
         if (failure := _error_class(status, call.error_code)) is not None:
-            self.metrics.errors.inc(slot, call.release or self.engines.release or "", failure)
+            self.metrics.errors.inc(slot, release, failure)
         log_event(
             logger,
             logging.INFO if status < 500 else logging.WARNING,
