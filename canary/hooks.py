@@ -8,7 +8,8 @@
 Both get the run as JSON: a command in $CANARY_EVENT (and RUN, RELEASE, STABLE, PHASE, STEP, WEIGHT, each with CANARY_
 before it), a URL as the body of a POST. A gate says go (exit 0, HTTP 2xx), not yet (exit 3 or a time-out; 408, 409,
 425, 429, 5xx or no answer) or no (anything else: rolled back). A hook may be called again after a restart of the
-controller: CANARY_KEY names the occasion. Told hooks run after the weight is 0 and never delay it; what they answer is an event.
+controller: CANARY_KEY names the occasion. Told hooks run after the weight is 0 and never delay
+it; what they answer is an event.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from canary import evidence as ev
+from canary import windows
+from canary.evidence import Evidence, Kernel
 from canary.judge import judge
 from canary.samples import Reading
 from canary.types import Policy, SideCounts, Verdict, Window
@@ -23,11 +24,11 @@ class EvidenceJudge:
     def __init__(self, policy: Policy, kept: dict[str, Any] | None) -> None:
         """`kept`: of `evidence()`, from before a restart of the controller."""
         self._policy = policy
-        self._evidence = ev.Evidence()
-        self._before: ev.Reading | None = None
+        self._evidence = Evidence()
+        self._before: windows.Reading | None = None
         if kept is not None:
             # What the kernel counted while nobody looked can be matched with nothing.
-            self._evidence = replace(msgspec.convert(kept, ev.Evidence), kernel=ev.Kernel())
+            self._evidence = replace(msgspec.convert(kept, Evidence), kernel=Kernel())
 
     def begin_step(self, weight: float) -> None:
         self._evidence = self._evidence.begin_step(weight)
@@ -43,13 +44,13 @@ class EvidenceJudge:
         stable = reading.stable if weight < 100 else None  # at 100 % it gets no new connections
         if reading.canary is None or reading.invalid is not None:
             return _invalid(reading.invalid or "the canary's counters cannot be read", reading.canary, golden_ok)
-        now = ev.Reading(
+        now = windows.Reading(
             at=reading.at, canary=reading.canary, stable=stable, kernel_connections=kernel, golden_ok=golden_ok
         )
         before, self._before = self._before, now
         if before is None:
             return _invalid("the first reading", reading.canary, golden_ok)
-        return ev.difference(before, now, max(_MIN_AGE, _MAX_AGE_INTERVALS * self._policy.interval))
+        return windows.difference(before, now, max(_MIN_AGE, _MAX_AGE_INTERVALS * self._policy.interval))
 
     def evidence(self) -> dict[str, Any]:
         value: dict[str, Any] = msgspec.to_builtins(self._evidence)
@@ -57,5 +58,5 @@ class EvidenceJudge:
 
 
 def _invalid(why: str, canary: SideCounts | None, golden_ok: bool | None) -> Window:
-    nothing = SideCounts(epoch=canary.epoch if canary else "unknown", at=canary.at if canary else 0.0)
+    nothing = SideCounts(epoch=canary.epoch if canary else windows.UNKNOWN, at=canary.at if canary else 0.0)
     return Window(seconds=0.0, canary=nothing, stable=None, golden_ok=golden_ok, invalid=why)

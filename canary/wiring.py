@@ -7,8 +7,7 @@ from typing import Any
 
 from appliance.hostconfig import load_config
 from appliance.paths import Paths
-from canary.netfilter.apply import Netfilter, families
-from canary.netfilter.model import Desired
+from canary.netfilter.apply import Netfilter
 from canary.samples import Samples
 from canary.seams import Judge, Parts
 from canary.types import Policy
@@ -17,8 +16,7 @@ from canary.types import Policy
 def real_parts(paths: Paths) -> Parts:
     """HostConfigError where appliance.toml cannot be used."""
     gateway = load_config(paths.config).gateway
-    desired = Desired(port=gateway.port, canary_port=gateway.canary_port, families=families())
-    rules = Netfilter(desired=desired, lock=paths.run / "netfilter")
+    rules = Netfilter(port=gateway.port, canary_port=gateway.canary_port, lock=paths.run / "netfilter")
 
     def samples(policy: Policy, releases: Mapping[str, str]) -> Samples:
         # A silent gateway is known to be dead in time for liveness_seconds.
