@@ -215,7 +215,8 @@ def _resume(run: Run, event: Resume, now: Now) -> Run:
     if run.paused is None:
         raise Refused(f"run {run.id} is not paused", hint="`canary status`")
     pause = now.boot - run.paused_since
-    weight = run.target if run.overridden else run.weight
+    usual = 0.0 if run.dry_run else run.target
+    weight = usual if run.overridden else run.weight
     return _note(
         run, now, "resumed", paused=None, attempt=run.attempt + 1, progress=now.boot, step_ends=run.step_ends + pause,
         step_began=run.step_began + pause, weight=weight, overridden=False, by=event.by,

@@ -15,6 +15,7 @@ SCORES = {
     "appliance-gpu@.service": 2.0,
     "appliance-gateway@.service": 1.3,
     "appliance-gpu-nodes.service": 2.4,
+    "appliance-canary.service": 2.1,
     "appliance-netfilter.service": 1.6,
     "appliance-report@.service": 0.9,
 }
