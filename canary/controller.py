@@ -222,12 +222,13 @@ class Controller:
             self.live.rule = state.weight
             if self._weight is not None and abs((state.weight or 0.0) - self._weight) > _WEIGHT_TOLERANCE:
                 self._weight = None  # set again below
-            if drift := self.parts.rules.repair() or list(state.drift):
-                self.live.drift = drift
-                self.store.announce(_told(self.run, "drift", drift=drift))
-            self.live.draining = self.parts.rules.draining()
+            if state.drift:
+                self.live.drift = self.parts.rules.repair() or list(state.drift)
+                self.store.announce(_told(self.run, "drift", drift=self.live.drift))
         except ApplianceError as error:
             self.live.rule_error = error.message
+        if self.run.over or self.run.phase in (Phase.ROLLING_BACK, Phase.SETTLING):
+            self._eyes.submit("draining", lambda _: self.parts.rules.draining())  # a large table takes a while
 
     def _set_marker(self, run: str | None, draining_slot: Literal["canary"] | None) -> None:
         if self._marked != (run, draining_slot):
@@ -348,6 +349,9 @@ class Controller:
             return
         if key == "golden":
             self.observer.golden(result if isinstance(result, bool) else None)
+            return
+        if key == "draining":
+            self.live.draining = result if isinstance(result, int) else None
             return
         if isinstance(result, Exception):
             say(f"<3>{key}: {type(result).__name__}: {result}")

@@ -19,6 +19,8 @@ from appliance.fleet import Fleet
 from appliance.paths import Paths
 from canary import machine, placement, service, store
 from canary.client import Client, NoController
+from canary.netfilter.apply import Netfilter
+from canary.seams import Parts
 from tests.canary.stand_ins import FAST, FileRules, make_parts
 
 LIMIT_SECONDS = 60.0
@@ -54,6 +56,8 @@ class Effects:
         ):  # fmt: skip
             setattr(module, name, self.wrap(name, getattr(module, name)))
         FileRules.set_weight = self.wrap("set_weight", FileRules.set_weight)  # type: ignore[method-assign]
+        Netfilter.set_weight = self.wrap("set_weight", Netfilter.set_weight)  # type: ignore[method-assign]
+        Netfilter.repair = self.wrap("repair", Netfilter.repair)  # type: ignore[method-assign]
         Fleet.call = self.wrap("launcher", Fleet.call)  # type: ignore[method-assign]
 
 
@@ -61,7 +65,13 @@ class ControllerProcess:
     """`with ControllerProcess(paths, kill_at=7) as controller`: serves until it dies or the context ends."""
 
     def __init__(
-        self, paths: Paths, *, kill_at: int | None = None, after: bool = False, trace: Path | None = None
+        self,
+        paths: Paths,
+        *,
+        kill_at: int | None = None,
+        after: bool = False,
+        trace: Path | None = None,
+        parts: Callable[[Paths], Parts] = make_parts,
     ) -> None:
         self.paths = paths
         log = paths.run / "controller.log"
@@ -74,7 +84,7 @@ class ControllerProcess:
                 os.dup2(fd, 2)
                 machine.RETRY_SECONDS = 0.05
                 Effects(trace, kill_at, after).install()
-                code = service.serve(paths, make_parts, FAST)
+                code = service.serve(paths, parts, FAST)
             except BaseException as error:
                 print(f"controller ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             finally:

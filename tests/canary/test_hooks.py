@@ -94,7 +94,8 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"), [(200, "ok"), (204, "ok"), (403, "fail"), (409, "wait"), (503, "wait"), (500, "wait"), (302, "fail")]
+    ("status", "outcome"),
+    [(200, "ok"), (204, "ok"), (403, "fail"), (409, "wait"), (503, "wait"), (500, "wait"), (302, "fail")],
 )
 def test_statuses_of_a_url(gate: Gate, status: int, outcome: str) -> None:
     gate.status = status

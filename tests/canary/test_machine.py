@@ -196,10 +196,11 @@ class Host:
             return self.random.random() / self.trouble if self.trouble else 1.0
 
         run, key = self.run, self.run.job_key
+        judged = self.random.choice([Outcome.PASS, Outcome.PASS, Outcome.INCONCLUSIVE])
         choices: list[Event] = [
             Tick(), JobDone(key, "fail" if roll() < 0.1 else self.random.choice(["ok", "ok", "wait"]), "said"),
             JobDone(key + "9", "fail", "of another attempt"), Drained(),
-            Judged(verdict(self.random.choice([Outcome.PASS, Outcome.PASS, Outcome.INCONCLUSIVE])), final_due(run, self.now)),
+            Judged(verdict(judged), final_due(run, self.now)),
             Resumed(self.boot, self.committed), Pause("p", "x"), Resume("x"), Promote("x", self.random.random() < 0.2),
             SetWeight("x", self.random.choice([0.0, 3.0, 30.0])),
         ]  # fmt: skip
@@ -248,7 +249,7 @@ class Host:
 
 def test_random_schedules_end_as_they_must() -> None:
     """Whatever comes in whatever order: no weight where none may be, no way back from a rollback, and an end."""
-    ended = {phase: 0 for phase in (Phase.SETTLED, Phase.ABORTED, Phase.FAILED)}
+    ended = dict.fromkeys((Phase.SETTLED, Phase.ABORTED, Phase.FAILED), 0)
     for seed in range(SCHEDULES):
         host = Host(seed)
         for _ in range(3000):
