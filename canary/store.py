@@ -28,6 +28,7 @@ from canary.marker import clear_marker, write_marker
 from canary.run import SCHEMA, Run, RunError, from_state, to_state
 
 KEPT = 100
+_LOCK_SECONDS = 1.0
 EVENT_PREFIX = "canary_"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -152,8 +153,9 @@ class Store:
     # -- who controls
     @contextlib.contextmanager
     def controlling(self) -> Iterator[None]:
-        """At most one controller on this host: BusyError for a second one."""
-        with locked(self.paths.state / ".canary.lock", "the canary"):
+        """At most one controller on this host: BusyError for a second one. Waits a little: a child of one that was just
+        killed may hold the descriptor until it has become another program."""
+        with locked(self.paths.state / ".canary.lock", "the canary", wait_seconds=_LOCK_SECONDS):
             yield
 
     # -- the marker
