@@ -207,7 +207,7 @@ def _resume(run: Run, event: Resume, now: Now) -> Run:
     if (
         run.stage is Stage.HELD and run.paused is None
     ):  # inconclusive: another round; manual: that is what promote is for
-        if run.verdict is None or run.verdict.outcome is Outcome.PASS:
+        if run.decided is not None:
             raise Refused(
                 f"run {run.id} waits for a decision: {run.held}", hint="`canary promote` or `canary rollback`"
             )
@@ -235,7 +235,7 @@ def _promote(run: Run, event: Promote, now: Now) -> Run:
         results = [*run.results, _result(run, now, "skipped", f"promoted in full by {event.by}")]
         return _to(base, now, Phase.PROMOTING, Stage.HOOK, "promote_full", results=results, by=event.by)
     if run.stage is Stage.HELD:
-        if run.verdict is None or run.verdict.outcome is not Outcome.PASS:
+        if run.decided is None:
             return _to(base, now, Phase.STEP, Stage.VERIFY, "promote", by=event.by)
         return _next(base, now, by=event.by)
     if run.stage is not Stage.OBSERVE:
@@ -323,7 +323,7 @@ def _observe(run: Run, now: Now, event: str, *, by: str | None = None, note: str
     weight = run.weight if run.dry_run else run.target
     return _to(
         run, now, Phase.STEP, Stage.OBSERVE, event, weight=weight, overridden=False, granted=False, held=None,
-        extended=False, verdict=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds,
+        extended=False, verdict=None, decided=None, step_began=now.boot, step_ends=now.boot + run.policy.step_seconds,
         progress=now.boot, by=by, note=note,
     )  # fmt: skip
 
@@ -340,7 +340,10 @@ def _judged(run: Run, event: Judged, now: Now) -> Run:
     if not event.final or run.stage is not Stage.OBSERVE:
         return run
     if outcome is Outcome.PASS:
-        return _to(run, now, Phase.STEP, Stage.VERIFY, "judged", note=event.verdict.reason, progress=now.boot)
+        return _to(
+            run, now, Phase.STEP, Stage.VERIFY, "judged", note=event.verdict.reason, progress=now.boot,
+            decided=event.verdict,
+        )  # fmt: skip
     if policy.on_inconclusive == "rollback":
         return roll_back(run, "failed", f"inconclusive: {event.verdict.reason}", now, kept=_drain(run))
     if policy.on_inconclusive == "hold":
@@ -352,8 +355,8 @@ def _judged(run: Run, event: Judged, now: Now) -> Run:
 
 
 def _verified(run: Run, now: Now) -> Run:
-    verdict = run.verdict
-    outcome = "skipped" if verdict is None or run.granted else str(verdict.outcome)
+    verdict = run.verdict if run.dry_run else run.decided
+    outcome = str(verdict.outcome) if verdict is not None else "skipped"
     run = replace(run, results=[*run.results, _result(run, now, outcome, verdict.reason if verdict else "")])
     if run.manual and not run.granted and not run.dry_run:
         return _to(run, now, Phase.STEP, Stage.HELD, "held", held="manual: waits for `canary promote`")

@@ -111,7 +111,8 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
     ending: Ending | None = None
     reason: str | None = None
     problem: str | None = None  # what it waits for now
-    verdict: Verdict | None = None
+    verdict: Verdict | None = None  # the newest
+    decided: Verdict | None = None  # that this step has passed by; later ones are of the time after it
     results: list[StepResult] = []
     last_event: dict[str, Any] = {}
     ended_at: float | None = None

@@ -56,6 +56,7 @@ def live(world: World, scenario: str, kills: list[tuple[int, bool]], trace: Path
         with ControllerProcess(world.paths, kill_at=kill_at, after=after, trace=trace) as controller:
             begun = begin(world, controller)
             if scenario == "aborted" and begun and not wished:
+                time.sleep(random.random() * 0.4)
                 wished = wish(world)
             ended = controller.run_to_end() if begun or Store(world.paths).load() else None
             if ended is not None:
@@ -114,7 +115,8 @@ def places(shared_world: World, tmp_path_factory: pytest.TempPathFactory) -> dic
         trace = tmp_path_factory.mktemp("trace") / scenario
         check(shared_world, scenario, live(shared_world, scenario, [], trace))
         counts[scenario] = len(trace.read_text().splitlines())
-    assert min(counts.values()) > 25, counts
+    assert min(counts["good"], counts["bad"]) > 25, counts
+    counts["aborted"] = counts["good"]  # its own number depends on when the wish is seen
     return counts
 
 
