@@ -185,27 +185,36 @@ def test_eight_pooled_clients_alone_get_the_share(pair: Pair, netfilter: Netfilt
     ):
         netfilter.set_weight("1", 25)
         with pair.client.program("load", "--pool", "8", *V4, *V6) as clients:
-            counts: dict[str, int] = {}
-            while counts.get("pool.connections", 0) < (2000 if FULL else 150):
-                counts = clients.counts()["counts"]
+            while clients.counts()["counts"].get("pool.connections", 0) < (2000 if FULL else 150):
+                time.sleep(0.05)
             report = clients.stop()
     assert report["failures"] == {}
     counts = report["counts"]
     assert inside(counts["pool.canary"], counts["pool.canary"] + counts["pool.stable"], 25)
 
 
-def test_connections_from_before_the_first_rule_stay(pair: Pair, netfilter: Netfilter, servers: dict[str, Any]) -> None:
-    """On a host where nobody used conntrack, old connections are unknown to it: their next packet looks new."""
-    with pair.client.program("load", "--pool", "10", "--streams", "4", "--think", "0.02", *V4, *V6) as clients:
-        while clients.counts()["counts"].get("requests", 0) < 100:
-            pass
-        netfilter.up()
-        netfilter.set_weight("1", 100)
-        seen = clients.counts()["counts"]["requests"]
-        while clients.counts()["counts"]["requests"] < seen + 200:
-            pass
-        report = clients.stop()
+def test_connections_that_conntrack_does_not_know_stay(pair: Pair, netfilter: Netfilter) -> None:
+    """On a host where nobody used conntrack, old connections are unknown to it, and after somebody's `conntrack -F` all
+    are: their next packet looks new, in mid-stream."""
+    with pair.server.program("serve", "--name", "stable", "--port", "8000"):
+        with pair.client.program("load", "--pool", "10", "--think", "0.02", *V4, *V6) as clients:
+            wait_for(clients, 100)
+            netfilter.up()
+            netfilter.set_weight("1", 100)
+            wait_for(clients, 200)
+            pair.server.run(["conntrack", "-F"])
+            wait_for(clients, 200)
+            report = clients.stop()
     assert report["failures"] == {}
+    assert report["counts"]["pool.connections"] == 10
+
+
+def wait_for(program: Program, requests: int) -> None:
+    """Until the clients have had so many more answers."""
+    wanted = requests_of(program) + requests
+    while requests_of(program) < wanted:
+        assert not program.counts()["failures"]
+        time.sleep(0.02)
 
 
 def test_rewriting_the_weight_leaks_nothing(pair: Pair, netfilter: Netfilter, servers: dict[str, Any]) -> None:
@@ -269,12 +278,9 @@ def test_removal_waits_for_open_connections(pair: Pair, netfilter: Netfilter, se
     netfilter.up()
     netfilter.set_weight("1", 100)
     with pair.client.program("load", "--pool", "3", "--think", "0.02", *V4, *V6) as clients:
-        while clients.counts()["counts"].get("pool.canary.requests", 0) < 10:
-            pass
+        wait_for(clients, 10)
         assert netfilter.remove() == 3, "the anchor stays"
-        seen = clients.counts()["counts"]["requests"]
-        while clients.counts()["counts"]["requests"] < seen + 50:
-            pass
+        wait_for(clients, 50)
         report = clients.stop()
     assert report["failures"] == {}
     assert netfilter.remove() == 0
@@ -289,11 +295,10 @@ def test_the_clients_here_would_notice_a_reset(pair: Pair, netfilter: Netfilter,
     netfilter.up()
     netfilter.set_weight("1", 100)
     with pair.client.program("load", "--pool", "3", "--think", "0.02", *V4) as clients:
-        while clients.counts()["counts"].get("pool.canary.requests", 0) < 10:
-            pass
+        wait_for(clients, 10)
         assert netfilter.remove(force=True) == 0
         while not clients.counts()["failures"]:
-            pass
+            time.sleep(0.02)
         report = clients.stop()
     assert report["failures"].get("pool: ECONNRESET", 0) >= 1
 
