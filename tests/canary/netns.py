@@ -40,9 +40,8 @@ def require_netns() -> None:
     """Skips (in CI: fails) where this machine cannot have them."""
     if os.geteuid() != 0:
         pytest.skip("needs root: network namespaces")
-    for program, package in (
-        ("ip", "iproute2"), ("nsenter", "util-linux"), ("iptables-nft", "iptables"), ("nft", "nftables"), ("conntrack", None),
-    ):  # fmt: skip
+    packages = {"ip": "iproute2", "nsenter": "util-linux", "iptables-nft": "iptables", "nft": "nftables"}
+    for program, package in {**packages, "conntrack": "conntrack"}.items():
         need(program, package)
 
 
@@ -166,10 +165,9 @@ class Pair:
         server = [f"{SERVER}/24", f"{SECOND}/24", "10.78.0.1/24", f"{SERVER6}/64"]
         client = [*(f"{address}/24" for address in CLIENTS), f"{STRANGER}/24", *(f"{each}/64" for each in CLIENTS6)]
         for namespace, addresses in ((self.server, server), (self.client, client)):
-            for address in addresses:
-                nodad = ["nodad"] if ":" in address else []
-                namespace.run(["ip", "address", "add", address, "dev", "wire", *nodad])
-            namespace.run(["ip", "link", "set", "wire", "up"])
+            nodad = {address: " nodad" if ":" in address else "" for address in addresses}
+            lines = [f"address add {address} dev wire{flag}" for address, flag in nodad.items()]
+            namespace.sh("ip -batch - <<'E'\n" + "\n".join([*lines, "link set wire up"]) + "\nE\n")
         return self
 
     def __exit__(
