@@ -47,6 +47,15 @@ def test_the_fixed_look_passes_by_the_published_figures(bad, outcome):
     assert finding(verdict(*windows, times=1), "errors").outcome is outcome
 
 
+def test_a_look_that_passed_does_not_hide_errors_that_came_after_it():
+    evidence = gathered(POLICY, window(side(105)), times=30)
+    assert finding(judge(GOOD, evidence, POLICY), "errors").outcome is PASS
+    for _ in range(8):
+        evidence = evidence.add(window(side(500, 1), side(2000, 2)), POLICY)
+    assert finding(judge(GOOD, evidence, POLICY), "errors").text.startswith("errors: 8 of 7,150 (0.11 %)")
+    assert finding(judge(GOOD, evidence, POLICY), "errors").outcome is INCONCLUSIVE
+
+
 def test_an_extended_step_passes_by_the_sequential_test():
     start = gathered(POLICY, window(side(100, 1)), *[window(side(100))] * 30, times=1)  # 3,100 requests, one error
     assert finding(judge(GOOD, start, POLICY), "errors").outcome is INCONCLUSIVE
