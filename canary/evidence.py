@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from canary import stats
 from canary.types import Limit, Policy, SideCounts, Window
-from canary.windows import GOLDEN, UNKNOWN, Liveness, Reading, difference
+from canary.windows import GOLDEN, UNKNOWN, Liveness, Reading, baseline, difference
 
-__all__ = ["GOLDEN", "Evidence", "Kernel", "Liveness", "Reading", "Tally", "difference"]
+__all__ = ["GOLDEN", "Evidence", "Kernel", "Liveness", "Reading", "Tally", "baseline", "difference"]
 
 # How many times stable's share may be the canary's before a comparison speaks against it. The first: for blame, where
 # the absolute limit has been crossed already. The second: for "not worse", where small differences harm nobody.
@@ -115,13 +115,16 @@ class Step(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Kernel(msgspec.Struct, kw_only=True, frozen=True):
-    """Connections that the rule sent to the canary beside those its gateway accepted. Connections that reached the
-    canary's port on another way count as accepted and can hide lost ones; they never make any up."""
+    """Connections that the rule sent to the canary beside those its gateway accepted.
+
+    A lower bound of the lost ones: those counted SETTLE_SECONDS ago or longer less all that are accepted by now. So it
+    never takes for lost what only waits, or what was read a moment later than the gateway's counters; losses show in
+    full at the first lull. Connections that reached the canary's port on another way could hide some."""
 
     waiting: list[tuple[float, int]] = []  # (age in seconds, connections) not yet due
     due: int = 0
     accepted: int = 0
-    lost: int = 0  # now, since the last gap
+    lost: int = 0  # since the last gap
     known: bool = False  # in the newest window
 
     def with_window(self, seconds: float, counted: int | None, accepted: int) -> Kernel:
@@ -134,7 +137,7 @@ class Kernel(msgspec.Struct, kw_only=True, frozen=True):
             waiting=[*(entry for entry in waiting if entry[0] < SETTLE_SECONDS), (0.0, counted)],
             due=due,
             accepted=accepted,
-            lost=max(0, due - accepted),
+            lost=max(self.lost, due - accepted),
             known=True,
         )
 
@@ -175,7 +178,7 @@ class Evidence(msgspec.Struct, kw_only=True, frozen=True):
             return self._without(window)
         timed = self.warm >= policy.warmup_seconds
         kernel = self.kernel.with_window(window.seconds, window.kernel_connections, window.canary.connections)
-        lost = max(kernel.lost - self.kernel.lost, -self.step.canary.errors.get(LOST, 0)) if kernel.known else 0
+        lost = kernel.lost - self.kernel.lost if kernel.known else 0
         canary = window.canary
         if lost:  # a connection that nobody took is a request that failed
             canary = replace(canary, requests=canary.requests + lost, errors=_add(canary.errors, {LOST: lost}))

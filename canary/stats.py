@@ -64,10 +64,11 @@ def _log_part(a: Floats | np.float64, b: Floats | np.float64, x: float, *, above
     special = _special()
     share = special.betaincc(a, b, x) if above else special.betainc(a, b, x)
     slope = np.abs((b - 1) / (1 - x) - (a - 1) / x)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         exact = special.betaln(a, b) + np.log(share)
-        # A part too small for a double lies 37 standard deviations out, where Laplace's estimate is good to 0.1 %.
-        tail = (a - 1) * math.log(x) + (b - 1) * math.log1p(-x) - np.log(slope)
+        # A part too small for a double lies 37 standard deviations out, where Laplace's expansion (two terms) holds.
+        curve = (a - 1) / x**2 + (b - 1) / (1 - x) ** 2
+        tail = (a - 1) * math.log(x) + (b - 1) * math.log1p(-x) - np.log(slope) + np.log1p(-curve / slope**2)
     return np.where(share > 0, exact, tail)
 
 
@@ -154,6 +155,14 @@ def ratio_upper(bad: float, stable_bad: float, expected: float, alpha: float) ->
 
 def fisher_worse(bad: int, total: int, stable_bad: int, stable_total: int) -> float:
     """One-sided p-value of Fisher's exact test: so many bad ones at the canary or more, were both sides equal."""
-    from scipy.stats import hypergeom
+    lnfact = _special().gammaln
+    most = min(total, bad + stable_bad)
+    ours = np.arange(bad, most + 1, dtype=np.float64)
+    theirs = bad + stable_bad - ours
+    ours, theirs = ours[theirs <= stable_total], theirs[theirs <= stable_total]
 
-    return float(hypergeom.sf(bad - 1, total + stable_total, bad + stable_bad, total))
+    def choose(n: float, k: Floats | float) -> Any:
+        return lnfact(n + 1) - lnfact(k + 1) - lnfact(n - k + 1)
+
+    logs = choose(total, ours) + choose(stable_total, theirs) - choose(total + stable_total, bad + stable_bad)
+    return min(1.0, float(np.exp(logs).sum()))

@@ -59,10 +59,28 @@ def difference(before: Reading, after: Reading, max_age: float) -> Window:
     return Window(seconds=seconds, canary=canary, stable=stable, kernel_connections=kernel, golden_ok=after.golden_ok)
 
 
+def baseline(before: Reading, after: Reading, window: Window) -> Reading:
+    """The reading with which the window after `window` begins. What a late or missing reading hid is in the counters
+    still and must not be lost: those windows are the ones with errors. Counters that began anew have forgotten it."""
+    if window.invalid is None:
+        return after
+    sides = [(before.canary, after.canary)]
+    if after.stable is not None:
+        if before.stable is None:
+            return after
+        sides.append((before.stable, after.stable))
+    return before if all(_goes_on(old, new) for old, new in sides) else after
+
+
+def _goes_on(old: SideCounts, new: SideCounts) -> bool:
+    counts = _flat(new)
+    return old.epoch == new.epoch and all(counts.get(name, -1) >= value for name, value in _flat(old).items())
+
+
 def _invalid(side: str, old: SideCounts, new: SideCounts, now: float, max_age: float) -> str | None:
     if old.epoch != new.epoch:
         return f"{side}: its gateway started anew, so its counters did"
-    if not now - new.at <= max_age:  # so that NaN is old
+    if not abs(now - new.at) <= max_age:  # so that NaN is old, too
         return f"{side}: its counters were last read {now - new.at:.1f} s ago"
     if not new.at > old.at:
         return f"{side}: no new reading of its counters"
