@@ -200,10 +200,10 @@ class Stream:
         self.start_waiting()
 
     async def fail(self, error: ApiError) -> None:
-        """End the stream without [DONE]: with the event that the engine gave up with, where there is one."""
+        """End the stream without [DONE]: with the event that the engine gave up with, where there is one. Its chunks
+        end in order, so the connection goes on, as its head has said: who uses it again must not find it closed."""
         assert self.response is not None
         event = self._events.broken_event or b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
         self._call.error_code = self._events.broken or error.code
-        self.response.force_close()
         await self.response.write(event)
         await self.response.write_eof()

@@ -473,3 +473,62 @@ async def test_another_process_has_another_epoch(host):
         async with started(host):
             epochs.append((await counts(host))["epoch"])
     assert epochs[0] != epochs[1]
+
+
+# ---- a pool ----------------------------------------------------------------------------------------------------------
+
+
+async def test_pooled_clients_lose_nothing_through_a_run_and_a_drain(host, front):
+    """Eight clients that each keep one connection, with answers and streams: every request is answered, none is sent
+    twice, and the connections are new ones in the end."""
+    rounds = 400 if os.environ.get("APPLIANCE_FULL") else 60
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        if b"stream" in request.body:
+            await counting(3)(request, writer)
+        else:
+            writer.write(answer())
+
+    engine = await host.engine(script=script)
+    gateway = await front()
+    accepted = await gateway.metric("appliance_gateway_accepted_connections_total")
+
+    async def client(number: int) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as http:
+            for turn in range(2 * rounds):
+                body = {"stream": True} if turn % 3 == 0 else {"turn": turn}
+                async with http.post(gateway.url + "/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    whole = await response.read()
+                assert whole.endswith(DONE) or whole == b'{"ok":true}'
+                if number == 0 and turn == rounds // 2:
+                    write_marker(host.paths, "1")
+                if number == 0 and turn == rounds:
+                    write_marker(host.paths, "1", draining="stable")
+                    await asyncio.sleep(0.15)  # it is seen by then
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(client(number) for number in range(8)))
+    assert len(engine.requests) == 8 * 2 * rounds
+    used = await gateway.metric("appliance_gateway_accepted_connections_total") - accepted
+    assert used >= 8 + rounds - 1  # at least the first client's second half
+    assert gateway.worker.gateway.metrics.errors.values == {}
+    clear_marker(host.paths)
+
+
+async def test_a_failed_stream_does_not_take_its_connection_along(host, front):
+    """Its head said that the connection goes on; a client that uses it again would find it closed."""
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD.replace(b"X-Appliance-Seed: 7\r\n", b"") + chunk(event(0, 1)))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    await host.engine(script=script)
+    gateway = await front()
+    connection = await Kept.to(gateway)
+    for _ in range(3):
+        assert await connection.ask() == (200, False)
+        assert (await connection.ask(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")) == (200, False)
+        await gateway.until(lambda: gateway.worker.gateway.engines.pick() is not None)
