@@ -4,6 +4,7 @@ are rolled back by what the gateways counted, and no client sees anything but th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -11,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,16 @@ class Whole:
             return False
         return states[0]["serving"] == "v1"
 
+    def rules(self) -> Netfilter:
+        lock = self.world.paths.run / "netfilter"
+        return Netfilter(self.namespace.runner, lock=lock, proc=self.namespace.proc)
+
     def parts(self, paths: Paths) -> Parts:
-        rules = Netfilter(self.namespace.runner, lock=paths.run / "netfilter", proc=self.namespace.proc)
-        return replace(real_parts(paths), rules=rules)
+        """In the controller's process, which goes into the namespace: exactly what a host's controller gets."""
+        with open(self.namespace.proc / "ns/net") as file:
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        return real_parts(paths)
 
     def load(self) -> subprocess.Popen[str]:
         """Clients until stdin ends; then it prints how often each answer came."""
@@ -110,7 +117,7 @@ def whole() -> Iterator[Whole]:
     namespace = Namespace()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
         made = Whole(Path(root), namespace)
-        made.parts(made.world.paths).rules.repair()
+        made.rules().up()
         yield made
         made.close()
         namespace.close()
@@ -139,7 +146,7 @@ def test_a_run_is_judged_by_what_gateways_counted(whole: Whole, release: str) ->
     else:
         assert run["phase"] == "failed" and pointer(world.paths, "stable") == "v1"
         assert ("errors" if release == "erroring" else "request >= 500 ms") in run["reason"]
-    assert whole.parts(world.paths).rules.read().weight == 0
+    assert whole.rules().read().weight == 0
 
 
 def test_a_gateway_that_is_killed_trips_within_two_seconds(whole: Whole) -> None:
@@ -150,7 +157,7 @@ def test_a_gateway_that_is_killed_trips_within_two_seconds(whole: Whole) -> None
         world.fleet.script(gpu, broken=[], slow={})
     with ControllerProcess(world.paths, parts=whole.parts) as controller:
         controller.call("start", release="v2", policy=POLICY | {"step_seconds": 60.0})
-        rules = whole.parts(world.paths).rules
+        rules = whole.rules()
         wait_for(world, lambda run: run.stage == "observe" and rules.read().weight == 20)
         whole.processes[1].kill()
         began = time.monotonic()

@@ -117,7 +117,8 @@ class World:
             set_slot(paths, slot, release)
         for file in (
             paths.canary_run, paths.canary_abort, paths.canary_marker, paths.canary_config, paths.events,
-            paths.events.with_name("events.jsonl.1"), paths.state / "leases.json", self.script.path, paths.run / "rules.json",
+            paths.events.with_name("events.jsonl.1"), paths.state / "leases.json", self.script.path,
+            paths.run / "rules.json",
         ):  # fmt: skip
             file.unlink(missing_ok=True)
         shutil.rmtree(paths.canary_runs, ignore_errors=True)
