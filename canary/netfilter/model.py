@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
@@ -74,6 +75,10 @@ class Family(StrEnum):
 
 Tokens = tuple[str, ...]
 
+KNOWN_RULES = 1 << 15
+"""How many rules of a host are understood once and not each time: the rules are read every few seconds, and hosts of
+Docker or Kubernetes have thousands that do not change."""
+
 
 def options(tokens: Sequence[str]) -> Iterator[tuple[bool, str, Tokens]]:
     """(negated?, option, values) of each option of a rule, in order."""
@@ -95,6 +100,11 @@ def options(tokens: Sequence[str]) -> Iterator[tuple[bool, str, Tokens]]:
 
 def _is_option(token: str) -> bool:
     return token == "!" or (token.startswith("-") and len(token) > 1 and not token[1:2].isdigit())
+
+
+@lru_cache(KNOWN_RULES)
+def _value(tokens: Tokens, option: str) -> str | None:
+    return next((values[0] for _, name, values in options(tokens) if name == option and values), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +131,7 @@ class Rule:
 
     def value(self, option: str) -> str | None:
         """What follows `option`; None where the rule has no such option."""
-        if option not in self.tokens:
-            return None
-        return next((values[0] for _, name, values in options(self.tokens) if name == option and values), None)
+        return _value(self.tokens, option) if option in self.tokens else None
 
 
 @dataclass(slots=True)

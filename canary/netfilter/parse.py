@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from canary.netfilter.model import ANCHOR, Chain, Family, NetfilterError, Rule, Ruleset, Table
+from canary.netfilter.model import ANCHOR, KNOWN_RULES, Chain, Family, NetfilterError, Rule, Ruleset, Table
 
 _CHAIN = re.compile(r":(\S+) (\S+)(?: \[(\d{1,20}):(\d{1,20})\])?\s*")
 _RULE = re.compile(r"(?:\[(\d{1,20}):(\d{1,20})\] )?-A (\S+)(?: (.*))?", re.DOTALL)
@@ -31,6 +32,7 @@ class ParseError(NetfilterError):
         super().__init__(f"{what}: {line[:200]!r}", hint="report this line; nothing was changed")
 
 
+@lru_cache(KNOWN_RULES)
 def split(text: str) -> tuple[str, ...]:
     """The arguments of a rule, as iptables-restore splits them. ValueError where a quote stays open."""
     tokens, end = [], 0
