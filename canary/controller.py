@@ -19,11 +19,12 @@ from appliance.launcher.state import say
 from appliance.log import ApplianceError, BusyError
 from appliance.notify import Notifier
 from appliance.slots import pointer
-from canary import happenings, hooks, machine
+from canary import happenings, machine
 from canary.happenings import Now
+from canary.jobs import job_of
 from canary.machine import final_due, plan
 from canary.observer import Observer
-from canary.outcome import Result, fail, wait
+from canary.outcome import fail, wait
 from canary.placement import Placement
 from canary.preflight import now as clock
 from canary.run import Phase, Run, Stage
@@ -88,16 +89,18 @@ class Controller:
         run = self.store.load()
         if run is not None:
             self.store.announce_missing(run)
-        if run is not None and run.over:
-            self.store.archive(run)
         if run is None or run.over:
             self.run = run
             self._clean()
+            if run is not None:
+                self.store.archive(run)
         else:
             self._begin(run)
             committed = pointer(self.store.paths, "stable") == run.release
+            self._decide(happenings.Resumed(boot_id(), committed))
+            self._look_for_abort()  # before anything of this run is begun again
             # The rule may still be less than what the file says; it becomes so once the canary is seen to live.
-            self.handle(happenings.Resumed(boot_id(), committed))
+            self._act()
         self._tick()
 
     def begin(self, run: Run) -> None:
@@ -138,13 +141,15 @@ class Controller:
 
     def handle(self, event: happenings.Event) -> None:
         """One event: decided, saved, announced, done. happenings.Refused for a command that makes no sense now."""
+        self._decide(event)
+        self._act()
+
+    def _decide(self, event: happenings.Event) -> None:
         assert self.run is not None
-        after = machine.step(self.run, event, self._now())
-        if after is not self.run:
-            before = self.run
+        before, after = self.run, machine.step(self.run, event, self._now())
+        if after is not before:
             self._put(after)
             self._note_step(before, after)
-        self._act()
 
     def _put(self, run: Run) -> None:
         moved = self.run is None or run.seq != self.run.seq or run is self.run
@@ -175,7 +180,7 @@ class Controller:
             self._set_marker(self.run.id if wanted.marker else None, wanted.draining_slot)
             self._hands.cancel_others(wanted.job)
             if wanted.job is not None and (self.run.phase, self.run.stage) != _COMMIT:
-                self._hands.submit(wanted.job, _job(self.placement, self.run))
+                self._hands.submit(wanted.job, job_of(self.placement, self.run))
         finally:
             self._acting = False
         if wanted.job is not None and (self.run.phase, self.run.stage) == _COMMIT and not self._hands.busy:
@@ -370,35 +375,6 @@ class Controller:
         verdict = self.observer.judge()
         if verdict is not None:
             self.handle(happenings.Judged(verdict, final, self.observer.evidence()))
-
-
-def _job(placement: Placement, run: Run) -> Callable[[Any], Result]:
-    """The work of the stage that `run` is in."""
-    match (run.phase, run.stage):
-        case (Phase.STARTING, Stage.ENGINES):
-            return lambda cancelled: placement.start(run, cancelled)
-        case (Phase.WARMING, Stage.GATEWAY):
-            return lambda cancelled: placement.gateway("canary", run.release, cancelled)
-        case (Phase.STEP, Stage.MOVE):
-            return lambda cancelled: placement.move(run, cancelled)
-        case (_, Stage.VERIFY):
-            return lambda cancelled: placement.verify(run, cancelled)
-        case (_, Stage.SERVING):
-            return lambda cancelled: placement.gateway("stable", run.release, cancelled)
-        case (_, Stage.FOLLOW):
-            return lambda cancelled: placement.follow(run, cancelled)
-        case (_, Stage.WITHDRAW):
-            return lambda cancelled: placement.withdraw(run, cancelled)
-        case (_, Stage.POST):
-            return lambda _: hooks.call(run, "post")
-        case (Phase.ROLLING_BACK, Stage.HOOK):
-            return lambda _: hooks.call(run, "rollback")
-        case (Phase.PROMOTING, Stage.HOOK):
-            return lambda _: hooks.call(run, "promote")
-        case (Phase.STEP, Stage.HOOK):
-            return lambda _: hooks.call(run, "step")
-        case _:
-            return lambda _: hooks.call(run, "pre")
 
 
 def _told(run: Run, event: str, **fields: Any) -> Run:

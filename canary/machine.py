@@ -71,7 +71,7 @@ def plan(run: Run, now: float) -> Plan:
         weight=run.weight if carries else 0.0,
         job=run.job_key if works else None,
         observe=run.phase in (Phase.STEP, Phase.PROMOTING) and not run.skip_analysis,
-        redirect=back,
+        redirect=back and run.stage is Stage.DRAIN,  # after it the withdrawal empties the slot
         draining_slot="canary" if draining else None,
         marker=not over,
     )
