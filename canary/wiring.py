@@ -5,47 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from appliance.hostconfig import Gateway, load_config
 from appliance.paths import Paths
 from canary.netfilter.apply import Netfilter
-from canary.probe import probe_all, targets
-from canary.samples import Reading, Samples
-from canary.seams import Judge, Parts
+from canary.seams import Judge, Parts, Samples
 from canary.types import Policy
-
-_PROBE_SECONDS = 0.5
 
 
 def real_parts(paths: Paths) -> Parts:
     """HostConfigError where appliance.toml cannot be used."""
     gateway = load_config(paths.config).gateway
     rules = Netfilter(port=gateway.port, canary_port=gateway.canary_port, lock=paths.run / "netfilter")
-    return Parts(rules, lambda policy, releases: ProbedSamples(paths, gateway, policy, releases), _judge)
+    return Parts(rules, lambda policy, releases: _samples(paths, gateway, policy, releases), _judge)
 
 
-class ProbedSamples:
-    """seams.Samples: what the gateways count, and the canary's port as a client meets it: a refused connection is
-    counted by no gateway."""
+def _samples(paths: Paths, gateway: Gateway, policy: Policy, releases: Mapping[str, str]) -> Samples:
+    from canary.probed import ProbedSamples  # TLS and threads: only in a run
 
-    def __init__(self, paths: Paths, gateway: Gateway, policy: Policy, releases: Mapping[str, str]) -> None:
-        # A silent gateway is known to be dead in time for liveness_seconds.
-        patience = max(0.2, policy.liveness_seconds / 2)
-        self._samples = Samples(paths, releases=releases, limits=policy.limits, patience=patience)
-        self._targets = targets(gateway, "canary")
-
-    def read(self) -> Reading:
-        reading = self._samples.read()
-        dead = [probe for probe in probe_all(self._targets, _PROBE_SECONDS) if probe.dead]
-        if not dead or "canary" in reading.not_alive:
-            return reading
-        said = "; ".join(f"{probe.target}: {probe.text or probe.kind}" for probe in dead)
-        canary = reading.canary and replace(reading.canary, alive=False)
-        return replace(reading, canary=canary, not_alive=reading.not_alive | {"canary": said})
-
-    def check(self) -> None:
-        self._samples.check()
+    return ProbedSamples(paths, gateway, policy, releases)
 
 
 def _judge(policy: Policy, evidence: dict[str, Any] | None) -> Judge:
