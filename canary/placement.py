@@ -24,7 +24,6 @@ from appliance.leases import Leases
 from appliance.log import ApplianceError, BusyError, ExitCode
 from appliance.paths import Paths
 from appliance.releases import ReleaseStore
-from appliance.rollout import Rollout
 from appliance.slots import pointer, set_slot
 from canary.outcome import Result, fail, ok, wait
 from canary.run import Run
@@ -70,6 +69,8 @@ class Placement:
 
     def start(self, run: Run, cancelled: threading.Event) -> Result:
         """Engines of the release, ready and with their golden answers; then the canary slot points at it."""
+        from appliance.rollout import Rollout  # numpy comes with it: only in a run
+
         fleet = self.fleet(cancelled)
         store, leases = ReleaseStore(self.paths), Leases(fleet)
         try:
@@ -190,6 +191,8 @@ class Placement:
 
     def follow(self, run: Run, cancelled: threading.Event) -> Result:
         """The launchers follow the stable pointer, the old engines drain and stop; the canary slot is empty again."""
+        from appliance.rollout import Rollout
+
         fleet = self.fleet(cancelled)
         store, leases = ReleaseStore(self.paths), Leases(fleet)
         try:

@@ -14,10 +14,8 @@ import msgspec
 
 from appliance.admin_http import AdminError, get_json
 from appliance.fleet import Fleet
-from appliance.golden_record import room_for
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
-from appliance.release_build import quick_problem, read_release_manifest
 from appliance.releases import RELEASE_JSON, Release, ReleaseStore
 from appliance.slots import pointer
 from canary.happenings import Now
@@ -111,6 +109,8 @@ def cooldown_left(last: Run | None, now: Now) -> float:
 
 
 def _release(paths: Paths, store: ReleaseStore, start: Start) -> Iterator[Check]:
+    from appliance.release_build import quick_problem  # numpy comes with it: only for a run
+
     name = start.release
     release = store.get(name)
     release.engine_python(paths)
@@ -146,6 +146,8 @@ def _stable(paths: Paths, store: ReleaseStore, name: str) -> Iterator[Check]:
 
 def identity(paths: Paths, release: Release) -> dict[str, Any]:
     """What makes a release compute what it computes; names and notes are not part of it."""
+    from appliance.release_build import read_release_manifest
+
     files = read_release_manifest(release.directory(paths))
     return {
         "files": {name: entry.sha256 for name, entry in files.items() if name != RELEASE_JSON},
@@ -157,6 +159,8 @@ def identity(paths: Paths, release: Release) -> dict[str, Any]:
 
 
 def _gpus(fleet: Fleet, name: str) -> Iterator[Check]:
+    from appliance.golden_record import room_for
+
     states, away = fleet.survey()
     for gpu, reason in away.items():
         yield Check("gpus", "warn", f"GPU {gpu} takes no part: {reason}")
