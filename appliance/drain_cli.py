@@ -123,11 +123,18 @@ def _undrain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace) -> li
     results = []
     for gpu in gpus:
         extra = {"wait": True, "timeout": max(0.0, deadline - time.monotonic())} if args.wait else {"wait": False}
+        changed = OWNER in _holds(paths, gpu)
         ControlClient(paths, gpu).call("unhold", owner=OWNER, **extra)
-        left = (ControlClient(paths, gpu).call("status").get("state") or {}).get("holds") or {}
-        text = "back in service" if not left else f"still held by {', '.join(map(printable, left))}"
-        results.append({"what": f"gpu {gpu}", "gpu": gpu, "text": text, "holds": left})
+        left = _holds(paths, gpu)
+        text = "back in service" if changed else "was not drained"
+        if left:
+            text = f"still held by {', '.join(map(printable, left))}"
+        results.append({"what": f"gpu {gpu}", "gpu": gpu, "text": text, "holds": left, "changed": changed})
     return results
+
+
+def _holds(paths: Paths, gpu: int) -> dict[str, Any]:
+    return (ControlClient(paths, gpu).call("status").get("state") or {}).get("holds") or {}
 
 
 # -- the host

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from engine.errors import EngineError
 
+_SURROGATE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+
 MAX_VALUES = 2_000_000
 """Commas and brackets a document may hold. A tensor of a safetensors header takes about 10: room for 200,000."""
 
@@ -32,6 +35,23 @@ def shown(value: object, limit: int = 120) -> str:
     except (RecursionError, ValueError):  # ValueError: an integer over the digit limit of int -> str
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def lone_surrogate(raw: bytes) -> int | None:
+    """Byte offset in JSON of the first \\uD800..\\uDFFF escape without its other half."""
+    high: re.Match[bytes] | None = None
+    for escape in _SURROGATE.finditer(raw):
+        unit = int(escape[1], 16) if escape[1] else 0
+        if high is not None:
+            if not (0xDC00 <= unit <= 0xDFFF and escape.start() == high.end()):
+                return high.start()
+            high = None
+            continue
+        if 0xD800 <= unit <= 0xDBFF:
+            high = escape
+        elif 0xDC00 <= unit <= 0xDFFF:
+            return escape.start()
+    return high.start() if high is not None else None
 
 
 def open_regular(path: Path, error: type[EngineError]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError
-from engine.jsonfile import open_regular, parse_json_object, shown
+from engine.jsonfile import lone_surrogate, open_regular, parse_json_object, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,6 +130,9 @@ def parse_header(header: bytes, *, data_bytes: int, where: str) -> tuple[dict[st
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map strings to strings")
+    position = lone_surrogate(header)
+    if position is not None:
+        raise CheckpointError(f"{where}: byte {position} of the header is half a surrogate pair, which is no text")
     start = 8 + len(header)
     tensors = {name: _tensor(name, entry, start, data_bytes, where) for name, entry in entries.items()}
     _check_cover(tensors, start, start + data_bytes, where)

@@ -15,12 +15,12 @@ from engine.api.errors import ApiError, bad_request
 from engine.api.reading import read_bounded
 from engine.api.schema import UNSUPPORTED, Request
 from engine.api.service import CONTEXT, SERVICE
+from engine.jsonfile import lone_surrogate
 
 T = TypeVar("T", bound=Request)
 
 _INLINE_BYTES = 16 << 10  # larger bodies are parsed off the event loop
 _DEPTH_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
-_SURROGATE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _WHERE = re.compile(r"(?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _QUOTED_CHARS = 200  # of the client's own text in an answer
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -103,7 +103,7 @@ def check_nesting(raw: bytes, max_depth: int, max_containers: int) -> None:
 
 
 def _invalid_json(raw: bytes, message: str) -> ApiError:
-    position = _lone_surrogate(raw)
+    position = lone_surrogate(raw)
     if position is not None:
         return bad_request(
             f"a lone surrogate escape at byte {position} is not text; send both halves of the pair or U+FFFD",
@@ -123,23 +123,6 @@ def _where(raw: bytes) -> str | None:
     except ValueError:
         return None  # a number of too many digits
     return None
-
-
-def _lone_surrogate(raw: bytes) -> int | None:
-    """Byte offset of the first \\uD800..\\uDFFF escape without its other half."""
-    high: re.Match[bytes] | None = None
-    for escape in _SURROGATE.finditer(raw):
-        unit = int(escape[1], 16) if escape[1] else 0
-        if high is not None:
-            if not (0xDC00 <= unit <= 0xDFFF and escape.start() == high.end()):
-                return high.start()
-            high = None
-            continue
-        if 0xD800 <= unit <= 0xDBFF:
-            high = escape
-        elif 0xDC00 <= unit <= 0xDFFF:
-            return escape.start()
-    return high.start() if high is not None else None
 
 
 def _short(text: str) -> str:

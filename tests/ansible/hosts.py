@@ -26,9 +26,9 @@ SERVER = Recipe(
     packages=("systemd", "systemd-sysv", "dbus", "python3", "openssh-server", "iproute2", "procps", "kmod", "udev"),
     commands=BOX.commands,
 )
-# Changed by whatever a host does: logs, caches, package and unit databases, what Ansible leaves with the user.
+# Changed by whatever a host does: logs, caches, package and unit databases, what Ansible and sudo leave with the user.
 MOVING = re.compile(
-    r"/(proc|sys|dev|run|tmp|var/tmp|var/log|var/cache|var/lib/(dpkg|systemd|apt|private)|root|home/[^/]+/\.ansible)(/|$)"
+    r"/(proc|sys|dev|run|tmp|var/tmp|var/log|var/cache|var/lib/(dpkg|systemd|apt|private)|root|home/[^/]+/\.(ansible|sudo_as_admin_successful))(/|$)"
     r"|/etc/((passwd|group|shadow|gshadow|subuid|subgid)-|ld\.so\.cache|\.pwd\.lock)$"
 )
 

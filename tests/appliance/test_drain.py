@@ -81,6 +81,8 @@ def test_drain_and_undrain_gpus(launchers: Launchers, capsys: pytest.CaptureFixt
     assert main(["undrain", "0", "1"]) == 0
     assert capsys.readouterr().out == "gpu 0: back in service\ngpu 1: still held by watchdog\n"
     assert launchers.holds == {0: {}, 1: {"watchdog": {"reason": "Xid 79", "level": "stop", "since": 2.0}}}
+    assert main(["undrain", "0"]) == 0
+    assert capsys.readouterr().out == "gpu 0: was not drained\n"
 
 
 def test_drain_levels_and_json(launchers: Launchers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from checkpoint_files import FAMILIES, random_tensors, tiny_config, with_header, write_file, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 
 from engine import loader
 from engine.checkpoint import Checkpoint
@@ -213,7 +214,7 @@ def test_any_wrong_shape_is_named(tmp_path, family):
         ("llama", "model.layers.0.self_attn.q_proj.weight_scale"),
         ("llama", "model.rotary_emb.inv_freq.x"),
         ("llama", "lm_head.bias"),
-        ("qwen3", "evil\ud800name\n"),
+        ("qwen3", "evil\x1b[31m\u202ename\n"),  # what would steer a terminal is escaped
     ],
 )
 def test_any_extra_tensor_is_named(tmp_path, family, name):
@@ -228,6 +229,18 @@ def test_any_extra_tensor_is_named(tmp_path, family, name):
     with pytest.raises(CheckpointError, match="holds unknown tensor") as caught:
         load(tmp_path)
     assert ascii(name) in str(caught.value)
+    str(caught.value).encode()  # printable
+
+
+def test_a_name_that_is_no_text_is_refused_as_the_library_does(tmp_path):
+    config = tiny_config()
+    write_model(tmp_path, config, random_tensors(config))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"model.norm.weight"', b'"\\ud800l.norm.weight"'))  # the same length
+    with pytest.raises(SafetensorError):
+        safe_open(path, "numpy")
+    with pytest.raises(CheckpointError, match="half a surrogate pair") as caught:
+        load(tmp_path)
     str(caught.value).encode()  # printable
 
 
