@@ -47,10 +47,14 @@ class EvidenceJudge:
         now = windows.Reading(
             at=reading.at, canary=reading.canary, stable=stable, kernel_connections=kernel, golden_ok=golden_ok
         )
-        before, self._before = self._before, now
+        before = self._before
         if before is None:
+            self._before = now
             return _invalid("the first reading", reading.canary, golden_ok)
-        return windows.difference(before, now, max(_MIN_AGE, _MAX_AGE_INTERVALS * self._policy.interval))
+        window = windows.difference(before, now, max(_MIN_AGE, _MAX_AGE_INTERVALS * self._policy.interval))
+        # What went uncounted in a window that cannot be judged is in the next one.
+        self._before = windows.baseline(before, now, window)
+        return window
 
     def evidence(self) -> dict[str, Any]:
         value: dict[str, Any] = msgspec.to_builtins(self._evidence)

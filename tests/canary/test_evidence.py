@@ -3,12 +3,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from canary_windows import gathered, side, window
 from msgspec.structs import replace
 
 from canary import stats
 from canary.evidence import LOST, Evidence, Kernel
 from canary.types import Limit, Policy
+from tests.canary.canary_windows import gathered, side, window
 
 POLICY = Policy()
 

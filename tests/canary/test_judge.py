@@ -3,12 +3,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from canary_windows import gathered, side, window
 from msgspec.structs import replace
 
 from canary.evidence import Evidence
 from canary.judge import fail_alpha, judge
 from canary.types import Limit, Outcome, Policy, Verdict, Window
+from tests.canary.canary_windows import gathered, side, window
 
 PASS, FAIL, INCONCLUSIVE = Outcome.PASS, Outcome.FAIL, Outcome.INCONCLUSIVE
 POLICY = Policy()
