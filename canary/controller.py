@@ -30,6 +30,7 @@ from canary.preflight import now as clock
 from canary.run import Phase, Run, Stage
 from canary.seams import Parts
 from canary.store import Store, boot_id
+from canary.types import Outcome
 from canary.worker import Cancelled, Worker
 
 TICK_SECONDS = 0.25
@@ -373,7 +374,7 @@ class Controller:
         assert self.run is not None and self.observer is not None
         final = final_due(self.run, self._now().boot)
         verdict = self.observer.judge()
-        if verdict is not None:
+        if verdict is not None and (verdict.outcome is Outcome.FAIL or self.observer.tell_due() or final):
             self.handle(happenings.Judged(verdict, final, self.observer.evidence()))
 
 

@@ -26,6 +26,7 @@ __all__ = ["GOLDEN", "Evidence", "Kernel", "Liveness", "Reading", "Tally", "base
 EQUAL: Final = 1.0
 TOLERATED: Final = 1.25
 
+LOOK_PART: Final = 0.8  # of alpha, for the fixed-size test; the rest for the sequential one after it
 LATENCIES: Final = ("itl", "ttft", "request")
 LOST: Final = "lost_connection"  # class of errors: the kernel sent it to the canary, no gateway accepted it
 SETTLE_SECONDS: Final = 2.0  # so long may a connection that the rule has counted wait for the gateway
@@ -244,7 +245,7 @@ class Evidence(msgspec.Struct, kw_only=True, frozen=True):
         looks, total = dict(step.looks), self.total
         for name, limit, share in absolute_metrics(policy):
             bad, seen = total.share_counts(limit)
-            if name not in looks and seen >= stats.needed(share, policy.alpha):
+            if name not in looks and seen >= stats.needed(share, LOOK_PART * policy.alpha):
                 looks[name] = Look(bad, seen)
         return replace(self, steps=[*self.steps[:-1], replace(step, looks=looks)])
 

@@ -6,8 +6,8 @@ and each limit was *shown* to be kept with confidence 1 - alpha; too little data
 unknown (stale or restarted counters, no golden answers, a rule that cannot be read).
 
 An absolute limit is shown to be kept by the exact fixed-size test at the end of the step, looked at once, or, where the
-step had to be extended after that look, by a sequential test. Each has level alpha, so a step that may be extended
-without end passes a release exactly at a limit with at most twice alpha; a run must pass every step.
+step had to be extended after that look, by a sequential test. They share alpha (LOOK_PART), so that even a single step
+that is extended without end passes a release exactly at a limit with at most alpha; a run must pass every step.
 
 Evidence accumulates over the steps of a run. So that old good counts cannot hide a release that is bad only now (under
 more load), a tenth of the sequential test is made of tests that begin anew with each step.
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from canary import stats
-from canary.evidence import LOST, Evidence, Step, Tally, absolute_metrics, limit_key, step_time
+from canary.evidence import LOOK_PART, LOST, Evidence, Step, Tally, absolute_metrics, limit_key, step_time
 from canary.types import Finding, Limit, Outcome, Policy, Verdict, Window
 from canary.windows import GOLDEN
 
@@ -158,13 +158,14 @@ def _absolute(history: Evidence, policy: Policy, name: str, limit: Limit | None)
         return found(INCONCLUSIVE, f"{shown}: over it, but stable is not shown to do better ({stable}): the host?")
     look = history.step.looks.get(name)
     if look is None:
-        missing = max(0, stats.needed(share, policy.alpha, bad) - math.floor(seen))
+        missing = max(0, stats.needed(share, LOOK_PART * policy.alpha, bad) - math.floor(seen))
         more = f"{missing:,} more needed without a bad one" if missing else "the step is not complete"
         return found(INCONCLUSIVE, f"{shown}: {more}")
-    fixed = float(stats.upper_bound(look.bad, look.total, policy.alpha)) <= share and bad <= share * seen
-    if fixed or float(stats.log_e_under(bad, seen, share)) >= -math.log(policy.alpha):
+    fixed = float(stats.upper_bound(look.bad, look.total, LOOK_PART * policy.alpha)) <= share and bad <= share * seen
+    later = (1 - LOOK_PART) * policy.alpha
+    if fixed or float(stats.log_e_under(bad, seen, share)) >= -math.log(later):
         return found(PASS, f"{shown}: kept")
-    missing = stats.needed_sequential(share, policy.alpha, bad) - math.floor(seen)
+    missing = stats.needed_sequential(share, later, bad) - math.floor(seen)
     return found(INCONCLUSIVE, f"{shown}: {missing:,} more needed without a bad one")
 
 

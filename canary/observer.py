@@ -11,6 +11,7 @@ from canary.run import Run
 from canary.samples import Reading
 from canary.seams import Judge, Parts
 from canary.types import Verdict
+from canary.windows import look_due
 
 _DEAD_READINGS = 2  # one may be an accident
 _BLIND_FACTOR = 5.0  # times liveness_seconds without any number of the canary: nobody watches it
@@ -32,7 +33,8 @@ class Observer:
         self._begun: float | None = None  # weight of a step that the judge has not been told of
         self._dead = 0
         self._seen = time.monotonic()
-        self._judged = 0.0
+        self._judged = self._told = 0.0
+        self._step_from = self._judged_at = 0  # the canary's requests when this step began, and at the last look
         self._golden: bool | None = None
         self._golden_at: float | None = None
 
@@ -75,7 +77,16 @@ class Observer:
         return None
 
     def due(self) -> bool:
-        return time.monotonic() - self._judged >= self._policy.interval
+        requests = self.reading.canary.requests if self.reading and self.reading.canary else 0
+        new, so_far = requests - self._judged_at, self._judged_at - self._step_from
+        return look_due(time.monotonic() - self._judged, new, so_far, self._policy.interval)
+
+    def tell_due(self) -> bool:
+        """Whether a verdict that ends nothing is to be kept and shown: once in an interval, however often it looks."""
+        if time.monotonic() - self._told < self._policy.interval:
+            return False
+        self._told = time.monotonic()
+        return True
 
     def judge(self) -> Verdict | None:
         """The verdict on all that was seen; None while there is nothing to judge by: no reading yet, or the canary was
@@ -83,9 +94,10 @@ class Observer:
         if self._judge is None or self.reading is None or self.alive is False:
             return None
         self._judged = time.monotonic()
+        self._judged_at = self.reading.canary.requests if self.reading.canary else 0
         if self._begun is not None:
             self._judge.begin_step(self._begun)
-            self._begun = None
+            self._begun, self._step_from = None, self._judged_at
         try:
             self.kernel = self._parts.rules.counters()
         except ApplianceError as error:

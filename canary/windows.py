@@ -13,8 +13,17 @@ from msgspec.structs import replace
 from canary.types import Policy, SideCounts, Window
 
 GOLDEN: Final = "golden"  # class of errors: the canary's gateway or a probe found a golden answer wrong
+LOOK_REQUESTS: Final = 20
+LOOK_SHARE: Final = 0.05  # of the requests of a step
 UNKNOWN: Final = "unknown"  # epoch of a side that could not be read
 _SPAN_SLACK: Final = 0.5  # seconds by which the times of both sides' readings may differ, and a fifth of the window
+
+
+def look_due(seconds: float, new: int, so_far: int, interval: float) -> bool:
+    """Whether to judge again: `interval` seconds after the last time, and sooner where the canary has had enough `new`
+    requests beside the `so_far` ones of this step. At 1,000 requests/s a bad release is so found after hundreds, not
+    after as many as an interval brings. Depends on numbers only, never on what was bad: windows stay fair."""
+    return seconds >= interval or new >= max(LOOK_REQUESTS, LOOK_SHARE * so_far)
 
 
 class Reading(msgspec.Struct, kw_only=True, frozen=True):

@@ -1,10 +1,10 @@
 """How often a canary's judge is wrong: simulated runs, beside the naive rule. python -m tests.bench.canary_rates --full
 
-Whole runs (5, 10, 25, 50, 100 %, 300 s a step, a window every 10 s, an hour at most for each step, which is extended
-window by window while it is inconclusive) of releases whose true rates are known. All runs of a cell go forward
-together as numpy arrays, with the functions of canary/stats.py; the first ones of each cell are also played to the real
-judge window by window, which must end them in the same way after the same number of requests. Prints markdown; --json
-for the numbers.
+Whole runs (5, 10, 25, 50, 100 %, 300 s a step, windows as canary/windows.py:look_due has them: every 10 s, sooner with
+enough requests, an hour at most for each step, which is extended window by window while it is inconclusive) of releases
+whose true rates are known. All runs of a cell go forward together as numpy arrays, with the functions of
+canary/stats.py; the first ones of each cell are also played to the real judge window by window, which must end them in
+the same way after the same number of requests. Prints markdown; --json for the numbers.
 
 The naive rule: at the end of each step, go on if the share of that step is below the limit, else roll back.
 """
@@ -27,13 +27,15 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from canary import stats
-from canary.evidence import Evidence
+from canary.evidence import LOOK_PART, Evidence, step_time
 from canary.judge import BASELINE_PART, BLAME_ALPHA, RUN_PART, fail_alpha, judge
 from canary.types import Limit, Outcome, Policy, SideCounts, Window
+from canary.windows import LOOK_REQUESTS, LOOK_SHARE
 
 Array = NDArray[np.float64]
 RUNNING, PROMOTED, FAILED, DEADLINE = range(4)
 RUNS_FULL, RUNS_QUICK, REPLAYED = 2000, 200, 5
+SAMPLE = 0.5  # seconds between two readings of the gateways: canary/controller.py:Times.sample
 LATENCY = Limit(metric="request", seconds=0.080, share=0.01)
 INTER_TOKEN = Limit(metric="itl", seconds=0.080, share=0.01)
 
@@ -91,49 +93,55 @@ def draw(cell: Cell, rate: Array, requests: Array, rng: np.random.Generator) -> 
     return rng.binomial(requests.astype(int), rate).astype(float)
 
 
+def length(rate: Array, inside: Array, interval: float) -> Array:
+    """Seconds of the next window, `inside` seconds after the step began, with so many requests/s: look_due, where the
+    numbers are as expected and the gateways are read every SAMPLE seconds."""
+    wanted = np.maximum(LOOK_REQUESTS, LOOK_SHARE * rate * inside) / np.maximum(rate, 1e-9)
+    return np.minimum(interval, np.ceil(wanted / SAMPLE - 1e-9) * SAMPLE)
+
+
 def simulate(cell: Cell, runs: int, seed: int = 1) -> Result:
     """All runs of a cell, a window at a time."""
     rng = np.random.default_rng(seed)
     policy = cell.policy
     name, limit_share = ("errors", policy.error_rate) if not cell.latency else ("limit", policy.limits[0].share)
     fail = -np.log(fail_alpha(policy, name))
-    looks = round(policy.step_seconds / policy.interval)
-    last, warm = round(policy.progress_deadline / policy.interval), round(policy.warmup_seconds / policy.interval)
     planned, weights = len(cell.steps), np.array(cell.steps) / 100
     rates = np.array([cell.canary[min(i, len(cell.canary) - 1)] for i in range(planned)])
     parts = np.array([RUN_PART, *[(1 - RUN_PART) / planned] * planned])
-    enough, enough_time = stats.needed(limit_share, policy.alpha), looks - 2
+    at_once = LOOK_PART * policy.alpha
+    enough, later = stats.needed(limit_share, at_once), -np.log(policy.alpha - at_once)
 
-    outcome, step, inside = (np.zeros(runs, dtype=np.int64) for _ in range(3))
+    outcome, step = np.zeros(runs, dtype=np.int64), np.zeros(runs, dtype=np.int64)
+    inside, clock = np.zeros(runs), np.zeros(runs)  # seconds in this step, and of the run
     bad, seen = np.zeros((runs, planned)), np.zeros((runs, planned))  # judged observations, in effective numbers
     theirs, requests = np.zeros((runs, planned)), np.zeros((runs, planned))
     logs, worse = np.zeros((runs, planned + 1)), np.zeros((runs, len(stats.RATIOS)))
     look_ok, looked = np.zeros(runs, dtype=bool), np.zeros(runs, dtype=bool)
     over, first_pass = np.zeros(runs, dtype=bool), np.zeros(runs, dtype=bool)
     windows: list[list[Array]] = [[] for _ in range(REPLAYED)]
-    clock = 0
     while (live := np.flatnonzero(outcome == RUNNING)).size:
-        at, timed = step[live], not cell.latency or clock >= warm
-        weight = weights[at]
-        ours = rng.poisson(cell.rps * policy.interval * weight).astype(float)
-        stable = rng.poisson(cell.rps * policy.interval * (1 - weight)).astype(float)
+        at, weight = step[live], weights[step[live]]
+        timed = ~((clock[live] < policy.warmup_seconds) & cell.latency)
+        seconds = length(cell.rps * weight, inside[live], policy.interval)
+        ours = rng.poisson(cell.rps * seconds * weight).astype(float)
+        stable = rng.poisson(cell.rps * seconds * (1 - weight)).astype(float)
         k = draw(cell, rates[at], ours, rng)
         s = draw(cell, np.full(live.size, cell.stable), stable, rng)
         for place in np.flatnonzero(live < REPLAYED):
-            windows[live[place]].append(np.array([ours[place], k[place], stable[place], s[place]]))
+            windows[live[place]].append(np.array([ours[place], k[place], stable[place], s[place], seconds[place]]))
         requests[live, at] += ours
-        if timed:
-            bad[live, at] += k / cell.tokens
-            seen[live, at] += ours
-            theirs[live, at] += stable
-            compared = stats.worse_increment(k, ours * cell.tokens, s, stable * cell.tokens, 1.0) / cell.tokens
-            worse[live] += np.where(weight[:, None] < 1, compared, 0)
-        inside[live] += 1
-        clock += 1
+        bad[live, at] += timed * k / cell.tokens
+        seen[live, at] += timed * ours
+        theirs[live, at] += timed * stable
+        compared = stats.worse_increment(k, ours * cell.tokens, s, stable * cell.tokens, 1.0) / cell.tokens
+        worse[live] += np.where((timed & (weight < 1))[:, None], compared, 0)
+        inside[live] += seconds
+        clock[live] += seconds
         failed, passed = np.zeros(live.size, dtype=bool), np.zeros(live.size, dtype=bool)
 
         # Good observations alone only lower the evidence of badness, so most windows need no look at it.
-        end = inside[live] >= enough_time
+        end = inside[live] >= step_time(policy)
         ask = np.flatnonzero((k > 0) | over[live] | end)
         who, place = live[ask], at[ask]
         total_bad, total = bad[who].sum(axis=1), seen[who].sum(axis=1)
@@ -144,18 +152,18 @@ def simulate(cell: Cell, runs: int, seed: int = 1) -> Result:
         blamed = no_baseline | (stats.log_e_worse(worse[who]) >= -np.log(BLAME_ALPHA))
         failed[ask] = over[who] & blamed
 
-        first = ~looked[who] & (inside[who] >= enough_time) & (total >= enough)
+        first = ~looked[who] & end[ask] & (total >= enough)
         looked[who] |= first
-        look_ok[who[first]] = stats.upper_bound(total_bad[first], total[first], policy.alpha) <= limit_share
+        look_ok[who[first]] = stats.upper_bound(total_bad[first], total[first], at_once) <= limit_share
         kept = look_ok[who] & (total_bad <= limit_share * total)
-        kept |= stats.log_e_under(total_bad, total, limit_share) >= -np.log(policy.alpha)
+        kept |= stats.log_e_under(total_bad, total, limit_share) >= later
         passed[ask] = looked[who] & kept & ~over[who] & (requests[who, place] >= policy.min_requests)
-        passed &= inside[live] >= looks
+        passed &= inside[live] >= policy.step_seconds
 
         first_pass[live[passed & (at == 0)]] = True
         outcome[live[passed & (at == planned - 1)]] = PROMOTED
         outcome[live[failed]] = FAILED
-        outcome[live[~failed & ~passed & (inside[live] >= last)]] = DEADLINE
+        outcome[live[~failed & ~passed & (inside[live] >= policy.progress_deadline)]] = DEADLINE
         on = live[passed & ~failed & (at < planned - 1)]
         step[on] += 1
         inside[on], looked[on], look_ok[on] = 0, False, False
@@ -178,30 +186,29 @@ def naive(cell: Cell, runs: int, rng: np.random.Generator) -> tuple[float, float
 def play(result: Result, run: int) -> tuple[int, int]:
     """(outcome, requests of the canary) of a run whose windows the real judge sees."""
     cell, policy = result.cell, result.cell.policy
-    evidence, step, inside, requests = Evidence().begin_step(cell.steps[0]), 0, 0, 0
-    looks = round(policy.step_seconds / policy.interval)
+    evidence, step, inside, requests = Evidence().begin_step(cell.steps[0]), 0, 0.0, 0
     for row in result.windows[run]:
-        window = _window(cell, policy, row.astype(int).tolist(), cell.steps[step] == 100)
+        window = _window(cell, policy, row.tolist(), cell.steps[step] == 100)
         evidence = msgspec.json.decode(msgspec.json.encode(evidence.add(window, policy)), type=Evidence)
         verdict = judge(window, evidence, policy)
-        inside, requests = inside + 1, requests + window.canary.requests
+        inside, requests = inside + window.seconds, requests + window.canary.requests
         if verdict.outcome is Outcome.FAIL:
             return FAILED, requests
-        if verdict.outcome is Outcome.PASS and inside >= looks:
+        if verdict.outcome is Outcome.PASS and inside >= policy.step_seconds:
             if step == len(cell.steps) - 1:
                 return PROMOTED, requests
-            step, inside = step + 1, 0
+            step, inside = step + 1, 0.0
             evidence = evidence.begin_step(cell.steps[step])
-        elif inside >= policy.progress_deadline / policy.interval:
+        elif inside >= policy.progress_deadline:
             return DEADLINE, requests
     raise AssertionError(f"the judge has not ended run {run} of {cell.name!r}, the simulation has")
 
 
-def _window(cell: Cell, policy: Policy, row: Sequence[int], alone: bool) -> Window:
-    requests, bad, stable_requests, stable_bad = row
+def _window(cell: Cell, policy: Policy, row: Sequence[float], alone: bool) -> Window:
+    requests, bad, stable_requests, stable_bad = (int(number) for number in row[:4])
     canary, stable = _side(cell, policy, requests, bad), _side(cell, policy, stable_requests, stable_bad)
     return Window(
-        seconds=policy.interval, canary=canary, stable=None if alone else stable, golden_ok=True,
+        seconds=row[4], canary=canary, stable=None if alone else stable, golden_ok=True,
         kernel_connections=canary.connections,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from msgspec.structs import replace
+from scipy.stats import binomtest
 
 from canary.evidence import Evidence
 from canary.judge import fail_alpha, judge
@@ -35,35 +36,38 @@ def test_too_few_requests_are_inconclusive_and_it_says_how_many_are_missing():
     result = verdict(window(side(50), side(950)))
     assert result.outcome is INCONCLUSIVE
     assert (
-        finding(result, "errors").text == "errors: 0 of 1,500 (0 %), limit 0.1 %: 1,495 more needed without a bad one"
+        finding(result, "errors").text == "errors: 0 of 1,500 (0 %), limit 0.1 %: 1,718 more needed without a bad one"
     )
     assert finding(result, "itl:0.08").outcome is PASS
 
 
 @pytest.mark.parametrize(("bad", "outcome"), [(0, PASS), (1, PASS), (2, INCONCLUSIVE)])
 def test_the_fixed_look_passes_by_the_published_figures(bad, outcome):
-    """4,742 requests show less than 0.1 % with one error, 6,294 with two."""
+    """At 96 % (0.8 of alpha) 5,011 requests show less than 0.1 % with one error (scipy's binomtest agrees)."""
+    assert binomtest(1, 5011).proportion_ci(0.92).high <= 0.001 < binomtest(1, 5010).proportion_ci(0.92).high
+    assert binomtest(2, 6000).proportion_ci(0.92).high > 0.001
     windows = [window(side(200, bad)), *[window(side(200))] * 29]
     assert finding(verdict(*windows, times=1), "errors").outcome is outcome
 
 
 def test_a_look_that_passed_does_not_hide_errors_that_came_after_it():
-    evidence = gathered(POLICY, window(side(105)), times=30)
+    evidence = gathered(POLICY, window(side(110)), times=30)
     assert finding(judge(GOOD, evidence, POLICY), "errors").outcome is PASS
     for _ in range(8):
         evidence = evidence.add(window(side(500, 1), side(2000, 2)), POLICY)
-    assert finding(judge(GOOD, evidence, POLICY), "errors").text.startswith("errors: 8 of 7,150 (0.11 %)")
+    assert finding(judge(GOOD, evidence, POLICY), "errors").text.startswith("errors: 8 of 7,300 (0.11 %)")
     assert finding(judge(GOOD, evidence, POLICY), "errors").outcome is INCONCLUSIVE
 
 
 def test_an_extended_step_passes_by_the_sequential_test():
-    start = gathered(POLICY, window(side(100, 1)), *[window(side(100))] * 30, times=1)  # 3,100 requests, one error
+    start = gathered(POLICY, window(side(100, 1)), *[window(side(100))] * 34, times=1)  # 3,500 requests, one error
     assert finding(judge(GOOD, start, POLICY), "errors").outcome is INCONCLUSIVE
     for _ in range(24):
         start = start.add(window(side(100)), POLICY)
         assert finding(judge(GOOD, start, POLICY), "errors").outcome is INCONCLUSIVE
-    for _ in range(24):
+    for _ in range(26):
         start = start.add(window(side(100)), POLICY)
+    assert start.total.requests == 8500  # needed_sequential(0.001, 0.2 alpha, 1) is 8,459
     assert finding(judge(GOOD, start, POLICY), "errors").outcome is PASS
 
 
@@ -221,7 +225,7 @@ def test_first_tokens_far_below_all_edges_are_fast_enough():
 def test_refused_requests_are_compared_but_are_no_errors():
     same = verdict(window(side(rejected=100), side(4000, rejected=400)))
     assert (finding(same, "rejected").outcome, finding(same, "errors").outcome) == (PASS, PASS)
-    more = verdict(window(side(100, rejected=20), side(400, rejected=4)))
+    more = verdict(window(side(110, rejected=20), side(440, rejected=4)))
     assert (finding(more, "rejected").outcome, finding(more, "errors").outcome) == (FAIL, PASS)
 
 

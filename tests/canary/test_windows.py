@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from canary.types import Policy, SideCounts
-from canary.windows import Liveness, Reading, baseline, difference
+from canary.windows import Liveness, Reading, baseline, difference, look_due
 
 
 def side(at=100.0, requests=1000, **more):
@@ -134,3 +134,11 @@ def test_liveness_trips_after_its_time_without_one_answer_and_never_by_ignorance
     assert state.tripped(3.0, policy)
     assert not state.see(True, 3.0).tripped(9.0, policy)
     assert not Liveness().see(None, 0.0).tripped(99.0, policy)
+
+
+def test_the_judge_looks_sooner_with_many_requests() -> None:
+    assert not look_due(9.9, 19, 0, 10.0)
+    assert look_due(10.0, 0, 0, 10.0)
+    assert look_due(0.5, 20, 0, 10.0)
+    assert not look_due(0.5, 499, 10_000, 10.0)  # a twentieth of what this step has had
+    assert look_due(0.5, 500, 10_000, 10.0)
