@@ -35,11 +35,18 @@ class Node:
             yield from child.walk()
 
 
-def tree() -> Node:
-    """All commands with all their options. Imports every command's module."""
-    from appliance.cli import build_parser
+PROGRAMS = ("appliance", "canary")
 
-    parser, _ = build_parser()
+
+def tree(name: str = "appliance") -> Node:
+    """All commands of a console script with all their options. Imports every command's module."""
+    from appliance.cli import APPLIANCE, COMMANDS, build_parser
+
+    commands, program = COMMANDS, APPLIANCE
+    if name == "canary":
+        from canary.cli import COMMANDS as commands
+        from canary.cli import PROGRAM as program
+    parser, _ = build_parser(commands, program=program)
     return _node(parser, (parser.prog,), parser.description or "")
 
 

@@ -110,5 +110,9 @@ class Paths:
         return self.run / "gateway" / f"{slot}.sock"
 
     @property
+    def canary_alive(self) -> Path:  # owner: the canary controller; every few seconds, read by the gateways
+        return self.run / "canary-alive.json"
+
+    @property
     def canary_control(self) -> Path:  # owner: the canary controller
         return self.run / "canary.ctl"

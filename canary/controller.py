@@ -60,6 +60,7 @@ class Live:
     drift: list[str] = field(default_factory=list)
     in_work: int | None = None
     draining: int | None = None
+    repairs: int = 0  # times that others had changed the rules
 
 
 class Controller:
@@ -79,6 +80,7 @@ class Controller:
         self._eyes = Worker(loop, "eyes", self._sampled)
         self._weight: float | None = None  # what the rule was last set to by us
         self._rule_at = self._drift_at = self._sample_at = 0.0
+        self._alive_at = -_IDLE_SECONDS
         self._marked: tuple[str | None, str | None] | None = None
         self._timer: Timer | None = None
         self._acting = False
@@ -230,6 +232,7 @@ class Controller:
                 self._weight = None  # set again below
             if state.drift:
                 self.live.drift = self.parts.rules.repair() or list(state.drift)
+                self.live.repairs += 1
                 self.store.announce(_told(self.run, "drift", drift=self.live.drift))
         except ApplianceError as error:
             self.live.rule_error = error.message
@@ -251,8 +254,16 @@ class Controller:
         self._timer = self.loop.later(self._times.tick if active else _IDLE_SECONDS, self._tick)
         if self._notifier is not None:
             self._notifier.send(WATCHDOG=1)
+        if self.loop.time() - self._alive_at >= self._times.drift:
+            self._alive_at = self.loop.time()
+            self._say_alive()
         if active:
             self.tick()
+
+    def _say_alive(self) -> None:
+        live = self.live
+        with suppress(OSError):  # it is tried again, and old news raise the alarm
+            self.store.say_alive(repairs=live.repairs, rule_seconds=live.rule_seconds, rule_error=live.rule_error)
 
     def poke(self) -> None:
         """Something may have changed on disk; and an idle controller has to wake up."""

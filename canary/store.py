@@ -158,6 +158,11 @@ class Store:
         with locked(self.paths.state / ".canary.lock", "the canary", wait_seconds=_LOCK_SECONDS):
             yield
 
+    # -- for the gateways, which show it as metrics (appliance/gateway/canary_gauges.py)
+    def say_alive(self, **said: Any) -> None:
+        """Not durable: after a reboot nobody has said anything yet."""
+        write_state(self.paths.canary_alive, {"at": time.time()} | said, schema=SCHEMA, durable=False)
+
     # -- the marker
     def mark(self, run: str | None, draining_slot: Literal["canary"] | None) -> None:
         """For the gateways; None: no run is on."""

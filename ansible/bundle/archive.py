@@ -12,6 +12,7 @@ from wheels import sha256
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+COMMANDS = ("appliance", "canary")  # console scripts of pyproject.toml that get a link in /usr/bin
 
 
 def make_manifest(content: Path, *, version: str, gpu: bool, packages: list[dict[str, str]]) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def make_manifest(content: Path, *, version: str, gpu: bool, packages: list[dict
         "schema": SCHEMA, "name": "appliance", "version": version, "gpu": gpu,
         "target": {"distribution": "debian", "release": "12", "architecture": "x86_64", "python": "3.11"},
         "requirements": "requirements.txt", "packages": packages,
-        "host_links": {"usr/bin/appliance": "/usr/lib/appliance/current/venv/bin/appliance"},
+        "host_links": {f"usr/bin/{name}": f"/usr/lib/appliance/current/venv/bin/{name}" for name in COMMANDS},
         "files": files,
     }  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from appliance.gateway.canary_gauges import canary_gauges
 from appliance.gateway.metrics import Gauge, Metric, render
 from engine.api.errors import ApiError, unavailable
 
@@ -145,7 +146,8 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
         ("slot",),
     )
     clients.set(gateway.canary.clients.number, slot)
-    return [ready, release, drained, admitted, holds, states, restarts, clients]
+    canary = canary_gauges(gateway.settings.paths)
+    return [ready, release, drained, admitted, holds, states, restarts, clients, *canary]
 
 
 def render_all(counted: list[Metric], gateway: Gateway, engines: list[Part]) -> bytes:

@@ -14,6 +14,7 @@ import yaml
 from appliance.cli import COMMANDS
 from appliance.gateway.engine_metrics import LABELS
 from appliance.paths import SLOT_NAMES
+from canary.cli import COMMANDS as CANARY_COMMANDS
 from tests.host.promtool import promtool
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,7 @@ def test_commands_of_the_runbook_exist(name: str) -> None:
     if "release" in known:  # the host's commands are there
         used = set(re.findall(r"^appliance ([a-z-]+)", code, re.M))
         assert used <= known
+    assert set(re.findall(r"^canary ([a-z-]+)", code, re.M)) <= {command.name for command in CANARY_COMMANDS}
     units = {path.name for path in (ROOT / "systemd").iterdir()}
     for unit in re.findall(r"\bappliance-[\w-]+@?", code):
         assert any(file.startswith(unit) for file in units), f"no unit {unit}"

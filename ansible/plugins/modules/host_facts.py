@@ -93,6 +93,7 @@ def main() -> None:
             "versions": list(state.versions),
             "slots": host_probe.slots(ROOT),
         },
+        "canary_run": host_probe.canary_run(ROOT),
         "configured": Path("/etc/appliance/appliance.toml").is_file(),
     }
     module.exit_json(changed=False, appliance_host=facts, ansible_facts={"appliance_host": facts})
