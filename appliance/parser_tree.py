@@ -40,13 +40,14 @@ PROGRAMS = ("appliance", "canary")
 
 def tree(name: str = "appliance") -> Node:
     """All commands of a console script with all their options. Imports every command's module."""
-    from appliance.cli import APPLIANCE, COMMANDS, build_parser
+    from appliance.cli import build_parser
 
-    commands, program = COMMANDS, APPLIANCE
     if name == "canary":
-        from canary.cli import COMMANDS as commands
-        from canary.cli import PROGRAM as program
-    parser, _ = build_parser(commands, program=program)
+        from canary.cli import COMMANDS, PROGRAM
+
+        parser, _ = build_parser(COMMANDS, program=PROGRAM)
+    else:
+        parser, _ = build_parser()
     return _node(parser, (parser.prog,), parser.description or "")
 
 

@@ -103,8 +103,8 @@ def _unit(root: Path, pid: str) -> str | None:
 
 
 def running_versions(root: Path) -> dict[str, set[str]]:
-    """Unit -> versions of the code that its processes have mapped, for launchers, gateways and the canary. Engines are in
-    scopes of their own and run the version of their release."""
+    """Unit -> versions of the code that its processes have mapped, for launchers, gateways and the canary.
+    Engines are in scopes of their own and run the version of their release."""
     found: dict[str, set[str]] = {}
     for directory in (root / "proc").iterdir():
         unit = _unit(root, directory.name) if directory.name.isdecimal() else None
