@@ -16,6 +16,8 @@ their engines) only; `systemctl VERB appliance-gpu@N` is the same. A drained GPU
 exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on)
 """
 _DONE = {"start": "started", "stop": "stopped", "restart": "restarted"}
+_COUNTED = ["appliance-gpu@*.service", "appliance-gateway@*.service", "appliance-canary*.service"]
+"""Units whose starts systemd counts."""
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
     progress = Progress(quiet=args.json)
     progress.stage(f"{verb} {' '.join(units)}")
     if verb != "stop":
-        _forget_starts(units if gpus else ["appliance-gpu@*.service", "appliance-gateway@*.service"], run_command)
+        _forget_starts(units if gpus else _COUNTED, run_command)
     argv = ["systemctl", verb, *(["--no-block"] if args.no_block else []), "--", *units]
     try:
         if verb == "stop" and not gpus and not args.no_block:
