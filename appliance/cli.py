@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from appliance import __version__
 from appliance.arguments import add_common
@@ -82,9 +82,14 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with our error format (also as JSON where --json was given) and exit code 2."""
 
     as_json = False
+    deepest = ""  # the parser of the verb that was named: what none of them knows is reported by the first
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        _Parser.deepest = self.prog
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        hint = f"see `{self.prog} --help`"
+        hint = f"see `{max(self.prog, _Parser.deepest, key=len)} --help`"
         report_error(message, hint=hint, code=ExitCode.USAGE, as_json=type(self).as_json)
         raise SystemExit(int(ExitCode.USAGE))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,14 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
             sub.add_argument(
                 "file", metavar="FILE", nargs="?", type=Path, help="default: /etc/appliance/appliance.toml"
             )
+        if name == "check":
+            sub.add_argument(
+                "--credentials",
+                metavar="DIR",
+                type=Path,
+                help="also whether gateways can serve it with the API keys and the certificate there (default without "
+                "FILE, as root: /etc/appliance/credentials)",
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,12 +48,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    path = args.file or Paths.default().config
-    load_config(path)
+    paths = Paths.default()
+    path = args.file or paths.config
+    config = load_config(path)
+    credentials = args.credentials
+    if credentials is None and args.file is None and os.geteuid() == 0:
+        credentials = paths.etc / "credentials"
+    if credentials is not None:
+        from appliance.gateway.settings import check_servable  # not for those who only want a file checked
+
+        check_servable(config, paths, credentials)
     if args.json:
-        emit_json({"schema": 1, "ok": True, "file": str(path)})
+        emit_json({"schema": 1, "ok": True, "file": str(path), "credentials": credentials and str(credentials)})
     else:
-        print(f"{path}: ok")
+        print(f"{path}: ok" + ("" if credentials else " (keys and certificate not looked at)"))
     return ExitCode.DONE
 
 

@@ -41,7 +41,8 @@ class ControlClient:
         except (FileNotFoundError, ConnectionRefusedError):
             raise ControlError(
                 f"the launcher of GPU {self._gpu} is not running",
-                hint=f"systemctl start appliance-gpu@{self._gpu}; `systemctl status` says why it stopped",
+                hint=f"`appliance start {self._gpu}`, also after too many starts; its holds are kept on disk. "
+                f"`systemctl status appliance-gpu@{self._gpu}` says why it stopped",
             ) from None
         except PermissionError:
             raise ControlError(

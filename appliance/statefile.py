@@ -20,6 +20,7 @@ from typing import Any
 from appliance.log import ApplianceError, BusyError
 
 MAX_BYTES = 4 << 20
+_DAMAGED = 'move it away: without it things begin afresh; what it held is in README, "Where state lives"'
 
 
 class StateError(ApplianceError):
@@ -110,11 +111,9 @@ def read_state(path: Path, *, schema: int) -> dict[str, Any] | None:
     try:
         state = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise StateError(
-            f"{path} is not JSON: {error}", hint="move it away; `appliance doctor` says what is lost"
-        ) from None
+        raise StateError(f"{path} is not JSON: {error}", hint=_DAMAGED) from None
     if not isinstance(state, dict):
-        raise StateError(f"{path} holds no JSON object", hint="move it away; `appliance doctor` says what is lost")
+        raise StateError(f"{path} holds no JSON object", hint=_DAMAGED)
     found = state.pop("schema", None)
     if type(found) is not int or found != schema:  # True == 1 in Python, not in a file
         raise StateError(

@@ -231,7 +231,10 @@ def _problems_of(gpu: Document, slots: dict[str, str | None]) -> list[str]:
     if gpu["error"]:
         return [f"{name}: {gpu['error']}"]
     if not gpu["launcher"]["running"]:
-        return [f"{name}: its launcher is not running; see `systemctl status appliance-gpu@{gpu['gpu']}`"]
+        return [
+            f"{name}: its launcher is not running: `appliance start {gpu['gpu']}`; `systemctl status "
+            f"appliance-gpu@{gpu['gpu']}` says why it stopped"
+        ]
     if gpu["holds"]:
         return [f"{name} is held by {hold['owner']}: {hold['reason']}" for hold in gpu["holds"]]
     problems = [] if gpu["uuid"] else [f"{name} is in no slot; see `appliance gpus list`"]

@@ -93,13 +93,14 @@ def parse_json_object(data: bytes, *, what: str, error: type[EngineError]) -> di
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as exc:
-        place = f"{exc.msg}, line {exc.lineno} column {exc.colno}"
+        place = f"{exc.msg.partition(' (')[0]}, line {exc.lineno} column {exc.colno}"
         hint = "The file may be cut short: copy it again." if exc.pos >= len(text.rstrip()) - 1 else None
         raise error(f"{what} is not valid JSON: {place}", hint=hint) from exc
     except RecursionError as exc:
         raise error(f"{what} is nested too deeply") from exc
     except ValueError as exc:
-        raise error(f"{what} is not acceptable JSON: {exc}") from exc
+        why = "a number has thousands of digits" if "int_max_str_digits" in str(exc) else exc
+        raise error(f"{what} is not acceptable JSON: {why}") from exc
     if not isinstance(value, dict):
         raise error(f"{what} must hold a JSON object, not {type(value).__name__}")
     return value

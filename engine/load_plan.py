@@ -114,13 +114,18 @@ def match_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Targ
     wanted = targets(config)
     _check_names(checkpoint, config, set(wanted))
     for name, target in wanted.items():
-        info = checkpoint.tensors[name][1]
+        file, info = checkpoint.tensors[name]
+        where = checkpoint.files[file].path
         if info.shape != target.shape:
             raise CheckpointError(
-                f"tensor {name} has shape {list(info.shape)}, but config.json makes it {list(target.shape)}"
+                f"{where}: tensor {name} has shape {list(info.shape)}, but config.json makes it {list(target.shape)}",
+                hint="config.json and weights are of different models or uploads: fetch both again.",
             )
         if info.dtype not in _LOADABLE:
-            raise CheckpointError(f"tensor {name} has dtype {info.dtype}; only F16, BF16 and F32 weights are loaded")
+            raise CheckpointError(
+                f"{where}: tensor {name} has dtype {info.dtype}; only F16, BF16 and F32 weights are loaded",
+                hint="Fetch the model in one of these; a quantised GGUF is converted by `appliance model add`.",
+            )
     return wanted
 
 

@@ -33,6 +33,7 @@ DTYPE_BYTES = {
 """Bytes of one element of each dtype of the format. The packed ones (F4, F6_*) are refused."""
 
 _HINT = "The file is damaged or still being copied: fetch it again and compare its digest."
+_LFS_HINT = "It looks like a Git LFS pointer, not the file itself: fetch that with `git lfs pull`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class SafetensorsFile:
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{self.path}: header length {length} is over the format's {MAX_HEADER_BYTES}; not a safetensors file?"
+                f"{self.path}: header length {length} is over the format's {MAX_HEADER_BYTES}; not a safetensors file?",
+                hint=_LFS_HINT if prefix == b"version " else _HINT,
             )
         if length > self.size - 8:
             raise CheckpointError(
@@ -155,7 +157,9 @@ def _tensor(name: str, entry: Any, start: int, data_bytes: int, where: str) -> T
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise fail(f"data_offsets {shown(offsets)} is not [begin, end]")
     begin, end = offsets
-    if not begin <= end <= data_bytes:
+    if begin > end:
+        raise fail(f"data_offsets {shown(offsets)} end before they begin")
+    if end > data_bytes:
         raise fail(f"data_offsets {shown(offsets)} lie outside the {data_bytes} bytes of data (truncated file?)")
     need = DTYPE_BYTES[dtype]
     for size in shape:  # Python integers do not overflow; sizes are below 2**63 and there are at most 16

@@ -11,6 +11,10 @@ _LINES = 20_000
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\)[^:]*: (\d+)")
 _FALLEN = re.compile(r"NVRM: .*fallen off the bus")
 _OOM = re.compile(r"oom-kill:.*task_memcg=(/appliance\.slice/[^,]*)")
+_UNREADABLE = unknown(
+    "the journal shows no kernel messages of this boot",
+    "run it as root or as a member of systemd-journal; in a container they are its host's",
+)
 
 
 def _kernel_lines(host: Host) -> list[str] | None:
@@ -22,9 +26,11 @@ def _kernel_lines(host: Host) -> list[str] | None:
 
 def nvrm(host: Host) -> Finding:
     """The last line of the driver. The watchdog judges; this shows."""
+    if host.cpu_only:
+        return ok("not needed: backend cpu")
     lines = _kernel_lines(host)
     if lines is None:
-        return unknown("the kernel log cannot be read", "run it as root, or as a member of systemd-journal")
+        return _UNREADABLE
     driver = [line for line in lines if "NVRM:" in line]
     bad = [line for line in driver if _XID.search(line) or _FALLEN.search(line)]
     if bad:
@@ -40,7 +46,7 @@ def nvrm(host: Host) -> Finding:
 def oom(host: Host) -> Finding:
     lines = _kernel_lines(host)
     if lines is None:
-        return unknown("the kernel log cannot be read", "run it as root, or as a member of systemd-journal")
+        return _UNREADABLE
     killed = [found[1] for line in lines if (found := _OOM.search(line))]
     if killed:
         return degraded(

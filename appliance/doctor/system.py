@@ -33,7 +33,8 @@ def cgroup(host: Host) -> Finding:
     missing = [name for name in NEEDED_CONTROLLERS if name not in text.split()]
     if missing:
         return failed(
-            f"cgroup v2 without {', '.join(missing)}", "cgroup_enable=memory on the kernel command line, then reboot"
+            f"cgroup v2 without {', '.join(missing)}",
+            "boot with systemd.unified_cgroup_hierarchy=1 and without cgroup_disable=; for memory cgroup_enable=memory",
         )
     return ok(f"cgroup v2 with {', '.join(NEEDED_CONTROLLERS)}")
 

@@ -14,7 +14,7 @@ from appliance.hostconfig import Gateway, HostConfig
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
 from engine.api.auth import KeyStore
-from engine.api.config import ApiConfig, Limits, Timeouts, check_bind, is_loopback
+from engine.api.config import ApiConfig, Limits, Timeouts, check_bind, is_loopback, tls_context
 from engine.errors import EngineError
 
 MIN_BUFFERED_BYTES = 64 << 20
@@ -47,12 +47,14 @@ class Settings:
         return is_loopback(self.host)
 
 
-def make_settings(config: HostConfig, slot: str, paths: Paths, *, keys: Path | None = None) -> Settings:
-    """Refused for what must not be served: beyond loopback without keys, TLS without certificate."""
+def make_settings(
+    config: HostConfig, slot: str, paths: Paths, *, keys: Path | None = None, credentials: Path | None = None
+) -> Settings:
+    """`credentials`: a directory of them instead of $CREDENTIALS_DIRECTORY. Refused: TLS without certificate or key."""
     gateway = config.gateway
     canary = slot == "canary"
-    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
-    directory = Path(credentials) if credentials else None
+    handed = os.environ.get("CREDENTIALS_DIRECTORY")
+    directory = credentials or (Path(handed) if handed else None)
     keys = keys or _credential(directory, "api-keys")
     certificate = key = None
     if gateway.tls:
@@ -86,6 +88,18 @@ def make_settings(config: HostConfig, slot: str, paths: Paths, *, keys: Path | N
         admin_port=gateway.admin_port + canary,
         head_timeout=max(3600.0, config.engine.request_timeout) + 100.0,
     )
+
+
+def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> None:
+    """Refused, as the gateways would refuse it at their start: beyond loopback without keys, TLS without a certificate
+    that can be used."""
+    for slot in ("stable", "canary"):
+        settings = make_settings(config, slot, paths, credentials=credentials)
+        Access(settings)
+        try:
+            tls_context(settings.api)
+        except EngineError as error:
+            raise Refused(error.message, hint=error.hint) from None
 
 
 def _credential(directory: Path | None, name: str) -> Path | None:

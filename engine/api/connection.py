@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from typing import TYPE_CHECKING, Any, cast
 
@@ -176,7 +177,8 @@ class Connection(RequestHandler):
             log_event(logger, logging.ERROR, "unhandled", str(exc), exc_info=exc)
             error = ApiError(status, "internal error", code="internal_error")
         else:
-            first = (message or str(exc) or "malformed").strip().splitlines()[0][:200]
+            first = (message or str(exc)).strip().partition("\n")[0]
+            first = re.split(r"(?:bytearray\()?b['\"]", first)[0].rstrip(" :,")[:200] or "malformed"  # no echo of bytes
             error = ApiError(status, f"this is not valid HTTP: {first}", code="bad_http")
         self._service.metrics.responses.labels("malformed", "other", str(status)).inc()
         response = error.response()

@@ -46,6 +46,16 @@ def test_a_host_without_driver_but_with_a_gpu(tmp_path: Path) -> None:
     assert found["modules"] == ["nouveau"] and found["gpus"] == [] and found["mig"] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [("", False), ("\n", False), ("# one\n\n", False), (f"{'0' * 64}  ops\n", True), (f"# x\n{'0' * 64}\n", True)],
+)
+def test_keys_are_lines_that_are_no_comment(tmp_path: Path, text: str, there: bool) -> None:
+    assert not probe.has_keys(tmp_path)
+    write(tmp_path, {"etc/appliance/credentials/api-keys": text})
+    assert probe.has_keys(tmp_path) == there
+
+
 def test_mig_is_seen(tmp_path: Path) -> None:
     """MIG user guide, "Device Nodes and Capabilities"."""
     write(tmp_path, {"proc/driver/nvidia/capabilities/gpu2/mig/gi7/access": "DeviceFileMinor: 66\n"})

@@ -125,6 +125,11 @@ def test_preflight_names_the_fix_and_changes_nothing(server: Server) -> None:
     refused(play("install", appliance_api_keys=[{"label": "x", "key": "short"}]), "censored")
     refused(play("install", appliance_ready_timeout=1), "Timeouts are positive seconds")
     refused(play("install", appliance_release={"name": "v1", "golden": "maybe"}), "must be one of: auto, skip")
+    for gateway in ({"host": "0.0.0.0"}, {"canary_host": "::"}, {"auth": "keys"}):
+        open_to_all = {"gpus": {"backend": "cpu"}, "gateway": gateway}
+        refused(
+            play("install", appliance_config=open_to_all, appliance_api_keys=[]), "no API key", "appliance_api_keys"
+        )
     refused(play("upgrade"), "Nothing is installed here")
     refused(play("verify"), "Nothing is installed here")
     with server.box.popen(["python3", "-m", "http.server", "8000", "--bind", "127.0.0.1"]) as other:
@@ -315,7 +320,8 @@ def test_upgrade(server: Server) -> None:
 
 
 def test_rollback_by_hand_is_an_upgrade_to_the_old_names(server: Server) -> None:
-    """`appliance release use v1` is enough for the release; its engine runs the code that it was made with."""
+    """`appliance release use v1` is enough for the release; its engine runs the code that it was made with. The code
+    goes back with the old bundle."""
     server.box.run(["appliance", "release", "use", "v1"], timeout=300)
     state = server.status()
     assert state["slots"]["stable"] == "v1" and state["version"] == "9.0.0+test"
@@ -323,6 +329,12 @@ def test_rollback_by_hand_is_an_upgrade_to_the_old_names(server: Server) -> None
         _version(server.bundles["old"])
     }
     assert server.ask("/v1/completions", KEY, "tiny")[0] == 200
+    old = {"appliance_bundle": str(server.bundles["old"]), "appliance_release": {"name": "v1"}}
+    good(server.controller.play("upgrade", **old))
+    state = server.status()
+    assert state["ok"] and state["slots"]["stable"] == "v1" and state["version"] == _version(server.bundles["old"])
+    assert server.ask("/v1/completions", KEY, "tiny")[0] == 200 and server.ask("/readyz")[0] == 200
+    assert good(server.controller.play("install", **old)).changed == 0
 
 
 def test_uninstall_leaves_models_and_configuration(server: Server) -> None:

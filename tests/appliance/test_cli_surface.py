@@ -310,3 +310,21 @@ def test_logs_of_a_slot_that_is_not_bound_say_so(
     monkeypatch.setattr(logs_cli, "become", ran.append)
     main(["logs", "--gpu", "7"])
     assert "no GPU slot 7" in capsys.readouterr().err and ran[0][0] == "journalctl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prog"),
+    [
+        (["--nosuch"], "appliance"),
+        (["status", "--nosuch"], "appliance status"),
+        (["model", "add", "a", "b"], "appliance model add"),
+        (["release", "add", "x", "--options", "y"], "appliance release add"),
+        (["release", "nosuch"], "appliance release"),
+    ],
+)
+def test_a_usage_error_names_the_help_of_the_verb(
+    arguments: list[str], prog: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and f"see `{prog} --help`" in capsys.readouterr().err

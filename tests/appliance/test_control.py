@@ -222,7 +222,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(serve: Callable[..., R
 def test_no_launcher(paths: Paths) -> None:
     with pytest.raises(ControlError, match="not running") as caught:
         ControlClient(paths, 0).call("status")
-    assert caught.value.exit_code == 1 and "systemctl start appliance-gpu@0" in str(caught.value.hint)
+    assert caught.value.exit_code == 1 and "`appliance start 0`" in str(caught.value.hint)
 
 
 def test_a_launcher_that_does_not_answer(

@@ -174,7 +174,7 @@ BROKEN: list[tuple[Any, Break, Status, str]] = [
      Status.FAILED, "is failed: CUDA answers 802"),
     (kernel_log.nvrm, lambda b: setattr(b, "log", KERNEL_LOG + XID), Status.DEGRADED, "Xid 79 on 0000:1b:00"),
     (kernel_log.nvrm, lambda b: setattr(b, "log", KERNEL_LOG + FALLEN), Status.DEGRADED, "fallen off the bus"),
-    (kernel_log.nvrm, lambda b: setattr(b, "log", ""), Status.UNKNOWN, "cannot be read"),
+    (kernel_log.nvrm, lambda b: setattr(b, "log", ""), Status.UNKNOWN, "no kernel messages"),
     (kernel_log.oom, lambda b: setattr(b, "log", KERNEL_LOG + OOM), Status.DEGRADED, "appliance-gpu0.slice/a.scope"),
     (system.cgroup, lambda b: put(b.root, "sys/fs/cgroup/cgroup.controllers", "cpu pids"), Status.FAILED,
      "without cpuset, memory"),

@@ -97,7 +97,10 @@ def test_holds_are_shown_while_the_launcher_is_down(paths: Paths) -> None:
     write_state(paths.holds(1), {"holds": {"watchdog": hold}}, schema=1)
     document = status(paths)
     assert document["gpus"][1]["state"] == "down" and document["gpus"][1]["holds"][0]["reason"] == "Xid 79"
-    assert document["problems"] == ["gpu 1: its launcher is not running; see `systemctl status appliance-gpu@1`"]
+    assert document["problems"] == [
+        "gpu 1: its launcher is not running: `appliance start 1`; "
+        "`systemctl status appliance-gpu@1` says why it stopped"
+    ]
 
 
 def test_a_state_file_of_a_dead_launcher_is_not_believed(paths: Paths) -> None:

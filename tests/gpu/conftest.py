@@ -31,7 +31,7 @@ def gpu() -> Iterator[Gpu]:
     except ConfigError as error:
         if os.environ.get("APPLIANCE_REQUIRE_GPU") == "1":
             raise
-        pytest.skip(f"no GPU to test on: {error}")
+        pytest.skip(f"no GPU to test on: {error}" + (f" ({error.hint})" if error.hint else ""))
     yield gpu
     gpu.close()
 

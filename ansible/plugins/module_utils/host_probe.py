@@ -50,6 +50,12 @@ def free_bytes(path: Path) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
+def has_keys(root: Path) -> bool:
+    """API keys are configured on the host: a line that is no comment."""
+    text = read_text(root / "etc/appliance/credentials/api-keys") or ""
+    return any(line.strip() and not line.strip().startswith("#") for line in text.splitlines())
+
+
 def memory_bytes(root: Path) -> int | None:
     found = re.search(r"^MemTotal:\s+(\d+) kB$", read_text(root / "proc/meminfo") or "", re.M)
     return int(found[1]) << 10 if found else None

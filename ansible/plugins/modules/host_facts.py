@@ -95,6 +95,7 @@ def main() -> None:
         },
         "canary_run": host_probe.canary_run(ROOT),
         "configured": Path("/etc/appliance/appliance.toml").is_file(),
+        "api_keys": host_probe.has_keys(ROOT),
     }
     module.exit_json(changed=False, appliance_host=facts, ansible_facts={"appliance_host": facts})
 
