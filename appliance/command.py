@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
@@ -72,20 +72,31 @@ Runner = Callable[..., Result]
 """`run`, or what a test puts in its place: (argv, *, timeout, limit=...) -> Result."""
 
 
-def run(argv: Sequence[str], *, timeout: float, limit: int = MAX_OUTPUT_BYTES) -> Result:
+def run(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    limit: int = MAX_OUTPUT_BYTES,
+    stdin: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+) -> Result:
     """Runs `argv` for at most `timeout` seconds and `limit` bytes of each of stdout and stderr. Never raises for what
-    the command does: see Result."""
-    environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    environ |= {"LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": "cat", "PAGER": "cat"}
+    the command does: see Result. `stdin` is what it may read, `environ` are variables beside ours."""
+    environment = dict(environ or {}) | {name: os.environ[name] for name in _KEPT if name in os.environ}
+    environment |= {"LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": "cat", "PAGER": "cat"}
+    given = _file_of(stdin) if stdin else subprocess.DEVNULL
     try:
         child = subprocess.Popen(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
+            list(argv), stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
             start_new_session=True,
         )  # fmt: skip
     except FileNotFoundError:
         return Result(tuple(argv), NOT_FOUND, b"", b"")
     except OSError as error:
         return Result(tuple(argv), 126, b"", (error.strerror or str(error)).encode())
+    finally:
+        if given != subprocess.DEVNULL:
+            os.close(given)
     try:
         outputs, timed_out, truncated = _collect(child, time.monotonic() + timeout, limit)
         code = _end(child) if timed_out or truncated else child.wait()
@@ -97,6 +108,16 @@ def run(argv: Sequence[str], *, timeout: float, limit: int = MAX_OUTPUT_BYTES) -
             if pipe is not None:
                 pipe.close()
     return Result(tuple(argv), code, bytes(outputs[0]), bytes(outputs[1]), timed_out, truncated)
+
+
+def _file_of(data: bytes) -> int:
+    """A file in memory to read `data` from: unlike a pipe, nobody has to write while the command runs."""
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _collect(child: subprocess.Popen[bytes], deadline: float, limit: int) -> tuple[list[bytearray], bool, bool]:

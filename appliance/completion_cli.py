@@ -10,16 +10,18 @@ import shlex
 
 from appliance.arguments import set_epilog
 from appliance.log import ExitCode
-from appliance.parser_tree import Argument, Node, tree
+from appliance.parser_tree import PROGRAMS, Argument, Node, tree
 
 EPILOG = """\
 examples:
   appliance completion bash > /usr/share/bash-completion/completions/appliance
   appliance completion zsh > /usr/share/zsh/vendor-completions/_appliance
+  appliance completion bash --program canary > /usr/share/bash-completion/completions/canary
 """
 _GLOBS = {
     "GPU": "/run/appliance/gpu[0-9]*",
     "RELEASE": "/var/lib/appliance/releases/[a-z0-9]*",
+    "RUN": "/var/lib/appliance/canary-runs/[0-9]*",
     "MODEL": "/srv/appliance/models/[A-Za-z0-9]*",
 }
 _BY_COMMAND = {"model": "MODEL", "release": "RELEASE"}  # what NAME is in `appliance COMMAND VERB NAME`
@@ -28,10 +30,11 @@ _BY_COMMAND = {"model": "MODEL", "release": "RELEASE"}  # what NAME is in `appli
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     set_epilog(parser, EPILOG)
     parser.add_argument("shell", choices=["bash", "zsh"])
+    parser.add_argument("--program", choices=PROGRAMS, default="appliance", help="of which command")
 
 
 def run(args: argparse.Namespace) -> int:
-    print(script(tree(), args.shell), end="")
+    print(script(tree(args.program), args.shell), end="")
     return ExitCode.DONE
 
 
@@ -45,7 +48,8 @@ def script(root: Node, shell: str) -> str:
         descend="|".join(f'"{" ".join(node.path)}"' for node in nodes if len(node.path) > 1),
         valued="\n".join(filter(None, (_valued(node) for node in nodes))),
     )
-    return (_BASH if shell == "bash" else _ZSH).replace("@TABLES@", tables)
+    text = (_BASH if shell == "bash" else _ZSH).replace("@TABLES@", tables)
+    return text.replace("@NAME@", root.path[0])
 
 
 def _words(node: Node) -> str:
@@ -91,37 +95,38 @@ def _action(node: Node, argument: Argument) -> str | None:
     if what == "NAME" and len(node.path) == 3:
         what = _BY_COMMAND.get(node.path[1], what)
     if what in _GLOBS:
-        return f"_appliance_names {_GLOBS[what]}"
+        return f"_@NAME@_names {_GLOBS[what]}"
     return {"FILE": 'kind="file"', "DIR": 'kind="directory"'}.get(what)
 
 
 _TABLES = """\
 # Sets found (what may come) and kind (file, directory or nothing) for the found before the cursor.
-_appliance_names() {{
+_@NAME@_names() {{
     local entry
     found=""
     for entry in "$@"; do
         [ -e "$entry" ] || continue
         entry="${{entry##*/}}"
+        entry="${{entry%.json}}"
         found="$found ${{entry#gpu}}"
     done
 }}
 
 # Does the option $2 of the command $1 take the next word?
-_appliance_valued() {{
+_@NAME@_valued() {{
     case "$1 $2" in
 {valued}
     esac
     return 1
 }}
 
-_appliance_offer() {{
-    local at="appliance" previous="" word
+_@NAME@_offer() {{
+    local at="@NAME@" previous="" word
     found="" kind=""
     for word in "$@"; do
         if [ -n "$previous" ]; then
             previous=""
-        elif _appliance_valued "$at" "$word"; then
+        elif _@NAME@_valued "$at" "$word"; then
             previous="$word"
         else
             case "$at $word" in
@@ -151,36 +156,36 @@ _appliance_offer() {{
 """
 
 _BASH = """\
-# bash completion for appliance(8); made by `appliance completion bash`
+# bash completion for @NAME@(8); made by `appliance completion bash`
 @TABLES@
-_appliance() {
+_@NAME@() {
     local found kind current="${COMP_WORDS[COMP_CWORD]}"
-    _appliance_offer "${COMP_WORDS[@]:1:COMP_CWORD-1}"
+    _@NAME@_offer "${COMP_WORDS[@]:1:COMP_CWORD-1}"
     case "$kind" in
     file) mapfile -t COMPREPLY < <(compgen -f -- "$current") ;;
     directory) mapfile -t COMPREPLY < <(compgen -d -- "$current") ;;
     *) mapfile -t COMPREPLY < <(compgen -W "$found" -- "$current") ;;
     esac
 }
-complete -o filenames -F _appliance appliance
+complete -o filenames -F _@NAME@ @NAME@
 """
 
 _ZSH = """\
-#compdef appliance
-# zsh completion for appliance(8); made by `appliance completion zsh`
+#compdef @NAME@
+# zsh completion for @NAME@(8); made by `appliance completion zsh`
 @TABLES@
-_appliance() {
+_@NAME@() {
     setopt localoptions shwordsplit nonomatch
     local kind current="${words[CURRENT]}"
     local -a before
     before=("${(@)words[2,CURRENT-1]}")
     local found
-    _appliance_offer "${before[@]}"
+    _@NAME@_offer "${before[@]}"
     case "$kind" in
     file) _files ;;
     directory) _files -/ ;;
     *) compadd -- $found ;;
     esac
 }
-_appliance "$@"
+_@NAME@ "$@"
 """

@@ -8,24 +8,28 @@ from collections.abc import Iterator
 from appliance import __version__
 from appliance.arguments import set_epilog
 from appliance.hostconfig import SECTIONS, allowed_values, description
-from appliance.log import ExitCode
-from appliance.parser_tree import Argument, Node, tree
+from appliance.log import ExitCode, UsageError
+from appliance.parser_tree import PROGRAMS, Argument, Node, tree
 from appliance.paths import Paths
 
 EPILOG = """\
 examples:
   appliance man | man -l -
+  appliance man --program canary | man -l -
   appliance man --page 5 > /usr/share/man/man5/appliance.toml.5
 """
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     set_epilog(parser, EPILOG)
+    parser.add_argument("--program", choices=PROGRAMS, default="appliance", help="of which command")
     parser.add_argument("--page", choices=["8", "5"], default="8", help="8: the command; 5: the configuration file")
 
 
 def run(args: argparse.Namespace) -> int:
-    print("\n".join(command_page(tree()) if args.page == "8" else config_page()))
+    if args.page == "5" and args.program != "appliance":
+        raise UsageError(f"there is no page {args.program}(5)", hint="--page 8")
+    print("\n".join(command_page(tree(args.program)) if args.page == "8" else config_page()))
     return ExitCode.DONE
 
 
@@ -43,10 +47,11 @@ def _quoted(text: str) -> str:
 
 
 def command_page(root: Node) -> Iterator[str]:
-    """appliance(8). No date: the same version gives the same bytes."""
-    yield f'.TH APPLIANCE 8 "" {_quoted(f"appliance {__version__}")} "System Administration"'
-    yield from (".SH NAME", f"appliance \\- {escape(_first_lower(root.help)).rstrip('.')}")
-    yield from (".SH SYNOPSIS", ".B appliance", "[\\fIoptions\\fR] \\fICOMMAND\\fR [\\fIarguments\\fR]")
+    """NAME(8) of a console script. No date: the same version gives the same bytes."""
+    name = root.path[0]
+    yield f'.TH {name.upper()} 8 "" {_quoted(f"appliance {__version__}")} "System Administration"'
+    yield from (".SH NAME", f"{name} \\- {escape(_first_lower(root.help)).rstrip('.')}")
+    yield from (".SH SYNOPSIS", f".B {name}", "[\\fIoptions\\fR] \\fICOMMAND\\fR [\\fIarguments\\fR]")
     yield from (".SH DESCRIPTION", escape(root.help))
     yield from _preformatted(root.epilog)
     yield ".SH OPTIONS"
@@ -55,7 +60,7 @@ def command_page(root: Node) -> Iterator[str]:
     for node in root.walk():
         if node is not root:
             yield from _command(node)
-    yield from _constant_parts()
+    yield from _constant_parts(name)
 
 
 def _command(node: Node) -> Iterator[str]:
@@ -97,17 +102,26 @@ def _first_lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _constant_parts() -> Iterator[str]:
+def _constant_parts(name: str) -> Iterator[str]:
     paths = Paths()
     yield ".SH FILES"
-    for path, text in {
+    files = {
         paths.config: "configuration, see appliance.toml(5)",
         paths.etc / "credentials": "API keys and TLS files, readable by root alone",
         paths.releases: "releases",
         paths.gpus: "GPU slots: number, UUID, state",
         paths.events: "what changed, one JSON object a line",
         paths.run: "sockets and state of what runs",
-    }.items():
+    }
+    if name == "canary":
+        files = {
+            paths.canary_config: "policy of runs where the command line says nothing, and hooks; optional",
+            paths.canary_run: "the present or last run",
+            paths.canary_runs: "runs that are over",
+            paths.events: "what happened, one JSON object a line",
+            paths.canary_control: "the controller's socket",
+        }
+    for path, text in files.items():
         yield from (".TP", f"\\fI{escape(str(path))}\\fR", escape(text))
     yield ".SH ENVIRONMENT"
     for name, text in {
@@ -115,7 +129,8 @@ def _constant_parts() -> Iterator[str]:
         "APPLIANCE_MODELS": "another model store",
     }.items():
         yield from (".TP", f"\\fB{escape(name)}\\fR", escape(text))
-    yield from (".SH SEE ALSO", ".BR appliance.toml (5),", ".BR systemctl (1),", ".BR journalctl (1)")
+    others = (f".BR {other} (8)," for other in PROGRAMS if other != name)
+    yield from (".SH SEE ALSO", *others, ".BR appliance.toml (5),", ".BR systemctl (1),", ".BR journalctl (1)")
 
 
 def config_page() -> Iterator[str]:

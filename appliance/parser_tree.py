@@ -35,11 +35,19 @@ class Node:
             yield from child.walk()
 
 
-def tree() -> Node:
-    """All commands with all their options. Imports every command's module."""
+PROGRAMS = ("appliance", "canary")
+
+
+def tree(name: str = "appliance") -> Node:
+    """All commands of a console script with all their options. Imports every command's module."""
     from appliance.cli import build_parser
 
-    parser, _ = build_parser()
+    if name == "canary":
+        from canary.cli import COMMANDS, PROGRAM
+
+        parser, _ = build_parser(COMMANDS, program=PROGRAM)
+    else:
+        parser, _ = build_parser()
     return _node(parser, (parser.prog,), parser.description or "")
 
 

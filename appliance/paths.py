@@ -51,6 +51,10 @@ class Paths:
     def healthcheck_config(self) -> Path:  # what the admin changes of healthcheck/policy.toml
         return self.etc / "healthcheck.toml"
 
+    @property
+    def canary_config(self) -> Path:  # defaults of the canary's runs, and its hooks
+        return self.etc / "canary.toml"
+
     # -- /var/lib
     @property
     def releases(self) -> Path:  # owner: appliance/releases.py
@@ -87,6 +91,18 @@ class Paths:
     def events(self) -> Path:  # appended by everyone, appliance/events.py
         return self.state / "events.jsonl"
 
+    @property
+    def canary_run(self) -> Path:  # owner: the canary controller; the present or last run
+        return self.state / "canary.json"
+
+    @property
+    def canary_runs(self) -> Path:  # owner: the canary controller; runs that are over, ID.json
+        return self.state / "canary-runs"
+
+    @property
+    def canary_abort(self) -> Path:  # owner: `canary rollback`; who wants which run ended
+        return self.state / "canary-abort.json"
+
     # -- /run
     def gpu_run(self, gpu: int) -> Path:
         return self.run / f"gpu{gpu}"
@@ -99,6 +115,10 @@ class Paths:
 
     def engine_socket(self, gpu: int, release: str) -> Path:  # owner: the engine
         return self.gpu_run(gpu) / "engines" / f"{release}.sock"
+
+    @property
+    def canary_marker(self) -> Path:  # owner: the canary controller; read by the gateways (gateway/canary_run.py)
+        return self.run / "canary.json"
 
     def gateway_socket(self, slot: str) -> Path:  # admin listener of a gateway (state, metrics)
         return self.run / "gateway" / f"{slot}.sock"
@@ -114,3 +134,11 @@ class Paths:
     @property
     def watchdog_control(self) -> Path:  # owner: the watchdog; for root
         return self.run / "watchdog.ctl"
+
+    @property
+    def canary_alive(self) -> Path:  # owner: the canary controller; every few seconds, read by the gateways
+        return self.run / "canary-alive.json"
+
+    @property
+    def canary_control(self) -> Path:  # owner: the canary controller
+        return self.run / "canary.ctl"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from appliance.canary_guard import refuse_during_run
 from appliance.events import append_event
 from appliance.fleet import Fleet, engine_of
 from appliance.hostconfig import load_config
@@ -22,6 +23,7 @@ from appliance.log import ApplianceError, ExitCode, Progress, emit_json, format_
 from appliance.models import ModelStore
 from appliance.paths import SLOT_NAMES, Paths
 from appliance.releases import ReleaseError, ReleaseInfo, ReleaseStore, parse_options
+from appliance.slots import pointer
 from appliance.terminal import UNCUT, table
 
 if TYPE_CHECKING:
@@ -196,6 +198,8 @@ def _use(store: ReleaseStore, args: argparse.Namespace) -> int:
     leases = Leases(fleet)
     with store.changing():
         release = store.get(args.name)
+        if pointer(store.paths, args.slot) != release.name:  # else nothing changes, and what was left is finished
+            refuse_during_run(store.paths, "`release use`")
         _recover(leases, keep=release.name)
         rollout = Rollout(store, fleet, leases, release, args.slot, args.wait, args.offline)
         outcome = rollout.run()

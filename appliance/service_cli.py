@@ -15,8 +15,9 @@ Without GPU numbers: appliance.target, that is launchers and gateways. With numb
 their engines) only; `systemctl VERB appliance-gpu@N` is the same. A drained GPU stays drained.
 exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on)
 """
-_STARTED = ["appliance-gpu@*.service", "appliance-gateway@*.service", "appliance-watchdog*.service"]
 _DONE = {"start": "started", "stop": "stopped", "restart": "restarted"}
+_COUNTED = [f"appliance-{name}.service" for name in ("gpu@*", "gateway@*", "watchdog*", "canary*")]
+"""Units whose starts systemd counts."""
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
     progress = Progress(quiet=args.json)
     progress.stage(f"{verb} {' '.join(units)}")
     if verb != "stop":
-        _forget_starts(units if gpus else _STARTED, run_command)
+        _forget_starts(units if gpus else _COUNTED, run_command)
     argv = ["systemctl", verb, *(["--no-block"] if args.no_block else []), "--", *units]
     try:
         if verb == "stop" and not gpus and not args.no_block:

@@ -24,12 +24,14 @@ class Limit(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 class Policy(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Of one run; every limit names its metric."""
 
-    steps: Annotated[list[Weight], Meta(min_length=1, max_length=50)] = [5, 10, 25, 50, 100]
+    steps: Annotated[list[Weight], Meta(min_length=1, max_length=50)] = msgspec.field(
+        default_factory=lambda: [5, 10, 25, 50, 100]
+    )
     step_seconds: Seconds = 300.0
     interval: Seconds = 10.0
     warmup_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # left out of latency, not of errors
     error_rate: Share = 0.001
-    limits: list[Limit] = [Limit(metric="itl", seconds=0.080)]
+    limits: list[Limit] = msgspec.field(default_factory=lambda: [Limit(metric="itl", seconds=0.080)])
     ttft_not_worse: bool = True  # than stable's in the same window
     alpha: Share = 0.05
     min_requests: Annotated[int, Meta(ge=1)] = 300

@@ -12,7 +12,7 @@ from wheels import sha256
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-COMMANDS = ("appliance", "healthcheck")  # console scripts of pyproject.toml that get a link in /usr/bin
+COMMANDS = ("appliance", "healthcheck", "canary")  # console scripts of pyproject.toml that get a link in /usr/bin
 
 
 def make_manifest(content: Path, *, version: str, gpu: bool, packages: list[dict[str, str]]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The Debian packages of the bundle: python3-gi, python3-pydbus and D-Bus, with what they need beyond a bare server.
+"""The Debian packages of the bundle: python3-gi, python3-pydbus, D-Bus, and iptables, nftables and conntrack for the
+canary; with what they need beyond a bare server.
 
 apt works in a directory of its own, on Debian 12's signed indexes, whatever runs on the controller: nothing is
 installed here, and the machine's own lists are not touched. apt checks the signature of the index and the hash of each
@@ -16,7 +17,7 @@ from command import BundleError, run
 
 SUITES = ("bookworm", "bookworm-updates", "bookworm-security")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-WANTED = ("python3-gi", "python3-pydbus", "dbus")
+WANTED = ("python3-gi", "python3-pydbus", "dbus", "iptables", "nftables", "conntrack")
 # What every host has that systemd runs and Ansible can talk to; the rest of what WANTED needs is fetched.
 SERVER = ("?essential", "?priority(required)", "apt", "systemd", "systemd-sysv", "python3")
 

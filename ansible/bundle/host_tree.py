@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from archive import COMMANDS
 from command import BundleError, run
 from wheels import license_of, metadata
 
@@ -50,10 +51,13 @@ def collect(root: Path, tree: Path, content: Path, *, wheels: Path, packages: li
         (host / place).mkdir(parents=True, exist_ok=True)
         for path in found:
             shutil.copyfile(path, host / place / path.name)
-    _put(host / "usr/share/bash-completion/completions/appliance", _own_output(tree, "completion", "bash").encode())
-    _put(host / "usr/share/zsh/vendor-completions/_appliance", _own_output(tree, "completion", "zsh").encode())
-    for name, section in (("appliance", "8"), ("appliance.toml", "5")):
-        page = _own_output(tree, "man", "--page", section).encode()
+    for name in COMMANDS:
+        for shell, place in (("bash", "bash-completion/completions/"), ("zsh", "zsh/vendor-completions/_")):
+            text = _own_output(tree, "completion", shell, "--program", name)
+            _put(host / f"usr/share/{place}{name}", text.encode())
+    for name, section in (*((name, "8") for name in COMMANDS), ("appliance.toml", "5")):
+        program = name.removesuffix(".toml")
+        page = _own_output(tree, "man", "--page", section, "--program", program).encode()
         packed = gzip.compress(page, mtime=int(os.environ["SOURCE_DATE_EPOCH"]))
         _put(host / f"usr/share/man/man{section}/{name}.{section}.gz", packed)
     _put(host / DOC / "THIRD-PARTY", _notice(wheels, packages).encode())

@@ -32,6 +32,7 @@ def units(host: Host) -> list[Finding]:
     """Installed, enabled (else they are gone after a reboot), not failed, not older than their files."""
     numbers = read_slots(host.paths.gpus)
     names = ["appliance.target", *(f"appliance-gateway@{slot}.service" for slot in SLOT_NAMES)]
+    names += ["appliance-netfilter.service", "appliance-canary.service"]
     names += [f"appliance-gpu@{number}.service" for number in numbers]
     show = host.units(names, ["LoadState", "ActiveState", "UnitFileState", "NeedDaemonReload", "Result"])
     if show is None:

@@ -7,6 +7,9 @@ and the end; in between nothing else writes to this connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.api.connection import Connection
@@ -14,6 +17,7 @@ from engine.api.connection import Connection
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
 
+    from appliance.gateway.canary_run import Leave
     from appliance.gateway.service import Gateway
     from appliance.gateway.upstream import Exchange
 
@@ -24,6 +28,8 @@ HOP_BY_HOP = frozenset({
 """RFC 9110, 7.6.1: of one connection, not of the message."""
 _INTERNAL = frozenset({"x-appliance-created", "x-appliance-error"})
 _OURS = frozenset({"content-length", "date"})
+_ORIGINAL_DST = 80
+"""SO_ORIGINAL_DST of linux/netfilter_ipv4.h and IP6T_SO_ORIGINAL_DST of linux/netfilter_ipv6/ip6_tables.h."""
 
 
 def client_headers(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -39,9 +45,19 @@ class ClientConnection(Connection):
         super().__init__(*args, **kwargs)
         self.exchange: Exchange | None = None
         self._full = False
+        self._since = monotonic()
+        self._answers = 0
+        self._leave: Leave | None = None  # of the canary run that is on
+        self._noted: str | None = None  # the run that our client has been counted in
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        gateway = cast("Gateway", self._service)
+        slot, release = gateway.settings.slot, gateway.engines.release or ""
+        gateway.metrics.opened.inc(slot, release, _via(transport))
+        if not self._counted:  # there were too many, and it has been told 503
+            gateway.metrics.requests.inc(slot, release, "refused", "503")
+            gateway.metrics.errors.inc(slot, release, "connections")
         self._publish()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -52,6 +68,34 @@ class ClientConnection(Connection):
         gateway = cast("Gateway", self._service)
         if gateway.engines.load is not None:
             gateway.engines.load.set_connections(gateway.connections)
+
+    def note_client(self) -> None:
+        """A request of it is relayed; whoever only probes is no client."""
+        canary = cast("Gateway", self._service).canary
+        if canary.run != self._noted:
+            self._noted = canary.run
+            peer = self.transport.get_extra_info("peername") if self.transport is not None else None
+            if peer:
+                canary.clients.add(peer[0])
+
+    def is_last_answer(self) -> bool:
+        """Asked once for each answer, before its head is written: whether this connection ends with it. An answer
+        with further requests behind it is not the last one: they are here already, and would be lost."""
+        self._answers += 1
+        gateway = cast("Gateway", self._service)
+        run = gateway.canary
+        if run.run is None or self._messages:
+            return False
+        if run.draining:
+            reason = "draining"
+        else:
+            if self._leave is None or self._leave.run != run.run:
+                self._leave = run.leave(self._since, self._answers - 1)
+            if not self._leave.due(self._answers, monotonic()):
+                return False
+            reason = "run"
+        gateway.metrics.closed.inc(gateway.settings.slot, reason)
+        return True
 
     def follow(self, exchange: Exchange | None) -> None:
         """From now on `exchange` is read as fast as the client reads; None: nothing is."""
@@ -89,3 +133,17 @@ class Pipe:
         if transport is None or transport.is_closing():
             return  # the client left; its handler is about to be cancelled
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+
+def _via(transport: asyncio.BaseTransport) -> str:
+    """How a connection came: "redirect" when netfilter sent it here from another port, else "direct"; "unknown" where
+    the kernel does not follow connections (no rule there uses conntrack)."""
+    sock, name = transport.get_extra_info("socket"), transport.get_extra_info("sockname")
+    if sock is None or not name:
+        return "unknown"
+    mapped = name[0].startswith("::ffff:")
+    level = socket.IPPROTO_IPV6 if sock.family == socket.AF_INET6 and not mapped else socket.IPPROTO_IP
+    with contextlib.suppress(OSError):
+        address = sock.getsockopt(level, _ORIGINAL_DST, 28)  # sockaddr_in or sockaddr_in6: family, port, ...
+        return "direct" if int.from_bytes(address[2:4], "big") == name[1] else "redirect"
+    return "unknown"

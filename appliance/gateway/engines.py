@@ -117,7 +117,7 @@ class Engine:
 
 
 class Engines:
-    """All engines of this host, seen from one slot. `run` keeps it up to date."""
+    """All engines of this host, seen from one slot. Gateway.keep_up polls it."""
 
     def __init__(self, paths: Paths, slot: str) -> None:
         self.slot = slot
@@ -210,12 +210,6 @@ class Engines:
         self._change = asyncio.Event()
 
     # ---- keeping up to date ----------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Poll for ever."""
-        while True:
-            self.poll()
-            await asyncio.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         for task in self._probes.values():

@@ -100,8 +100,8 @@ class GatewayMetrics:
         )
         self.latency = Histogram(
             "appliance_gateway_request_seconds",
-            "From the arrival of a request to the end of its answer",
-            ("slot", "release", "route"),
+            "From the arrival of a request to the end of its answer, by class of status; 499: its client left by then",
+            ("slot", "release", "route", "code"),
             LATENCY_EDGES + further,
         )
         self.first_byte = Histogram(
@@ -115,6 +115,33 @@ class GatewayMetrics:
             "Between two pieces of one stream as they were sent to the client, pauses of a replay included",
             ("slot", "release"),
             GAP_EDGES + further,
+        )
+        self.first_token = Histogram(
+            "appliance_gateway_time_to_first_token_seconds",
+            "From the arrival of a request to the first token of its stream",
+            ("slot", "release"),
+            FIRST_EDGES + further,
+        )
+        self.left = Histogram(
+            "appliance_gateway_left_waiting_seconds",
+            "How long a client that left had waited by then: ttft, for a stream's first token; itl, for its next one",
+            ("slot", "release", "metric"),
+            (*GAP_EDGES, *FIRST_EDGES, *further),
+        )
+        self.accepted = Counter(
+            "appliance_gateway_accepted_connections_total",
+            "Connections taken from the public listener, also those that then end in a TLS handshake",
+            ("slot",),
+        )
+        self.opened = Counter(
+            "appliance_gateway_opened_connections_total",
+            "Of these, those that HTTP began on, by whether netfilter sent them here from another port",
+            ("slot", "release", "via"),
+        )
+        self.closed = Counter(
+            "appliance_gateway_closed_keepalives_total",
+            "Connections ended by us with an answer that says so, while a canary run is on",
+            ("slot", "reason"),
         )
         self.errors = Counter(
             "appliance_gateway_errors_total",
@@ -138,8 +165,8 @@ class GatewayMetrics:
 
     def all(self) -> list[Metric]:
         return [
-            self.requests, self.latency, self.first_byte, self.gap,
-            self.errors, self.retries, self.replays, self.disconnects,
+            self.requests, self.latency, self.first_byte, self.gap, self.first_token, self.left,
+            self.errors, self.retries, self.replays, self.disconnects, self.accepted, self.opened, self.closed,
         ]  # fmt: skip
 
 
@@ -156,6 +183,8 @@ class _Malformed:
 
     def inc(self) -> None:
         self._metrics.requests.inc(self._metrics.slot, "", *self._labels)
+        if self._labels[1].startswith("5"):
+            self._metrics.errors.inc(self._metrics.slot, "", "internal")
 
 
 # ---- sums and text -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from appliance.gateway.canary_gauges import canary_gauges
 from appliance.gateway.metrics import Gauge, Metric, render
 from engine.api.errors import ApiError, unavailable
 
@@ -24,8 +25,10 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 async def livez(gateway: Gateway, request: web.BaseRequest, call: Call | None) -> web.Response:
-    """200: this process turns its event loop."""
-    return json_response({"status": "ok"})
+    """200: this process turns its event loop. Its slot is in a header, for who asks through the canary's rules."""
+    response = json_response({"status": "ok"})
+    response.headers["X-Appliance-Slot"] = gateway.settings.slot
+    return response
 
 
 async def readyz(gateway: Gateway, request: web.BaseRequest, call: Call | None) -> web.Response:
@@ -80,6 +83,8 @@ def state(gateway: Gateway) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "slot": gateway.settings.slot,
+        "epoch": gateway.epoch,
+        "canary_run": gateway.canary.run,
         "release": engines.release,
         "serving": engines.serving(),
         "draining": engines.draining,
@@ -137,7 +142,14 @@ def host_gauges(gateway: Gateway) -> list[Metric]:
         for entry in launcher.engines:
             states.set(1, str(gpu), entry.release, entry.state)
             restarts.set(entry.restarts, str(gpu), entry.release)
-    return [ready, release, drained, admitted, share, holds, states, restarts]
+    clients = Gauge(
+        "appliance_gateway_run_clients",
+        "Distinct addresses (IPv6: networks of 64 bits) that requests came from in the canary run that is on",
+        ("slot",),
+    )
+    clients.set(gateway.canary.clients.number, slot)
+    canary = canary_gauges(gateway.settings.paths)
+    return [ready, release, drained, admitted, share, holds, states, restarts, clients, *canary]
 
 
 def render_all(counted: list[Metric], gateway: Gateway, engines: list[Part]) -> bytes:

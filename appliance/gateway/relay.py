@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_WHOLE_BYTES = 8 << 20
 """An answer up to this size reaches its client only when it is whole, so that an engine may die in the middle of it."""
 MAX_ERROR_BYTES = 1 << 20
+_WANTS_STREAM = re.compile(rb'"stream"\s*:\s*true')  # inside a JSON string its quotes would be escaped
 _RELAYED = ("accept", "content-encoding", "content-type", "user-agent", "traceparent")
 """Of a request's headers. A list of what is let through, so that nothing a client sends can be taken for ours."""
 
@@ -53,8 +55,28 @@ class Relay:
         self._attempts = 0  # that an engine broke with the request in work
         self._waited = 0.0
         self._avoid: list[Engine] = []
+        self._begun_stream: Stream | None = None
 
     async def run(self) -> web.StreamResponse:
+        """The answer, sent or to be sent."""
+        try:
+            return await self._run()
+        except (asyncio.CancelledError, ConnectionError):
+            if not self.call.aborted:
+                self._client_left()
+            raise
+
+    def _client_left(self) -> None:
+        """For how long it had waited for the first or next token: longer than a limit is an answer over the limit, or
+        a release that answers nobody in time would have no slow answer at all."""
+        stream, now = self._begun_stream, time.monotonic()
+        release, left = self.call.release or self.engines.release or "", self.gateway.metrics.left
+        if stream is not None and stream.token_seen:
+            left.observe(now - stream.last_sent, self.settings.slot, release, "itl")
+        elif stream is not None or _WANTS_STREAM.search(self._body) is not None:
+            left.observe(now - self.call.arrival, self.settings.slot, release, "ttft")
+
+    async def _run(self) -> web.StreamResponse:
         while True:
             engine = await self._next_engine()
             began = time.monotonic()
@@ -149,6 +171,7 @@ class Relay:
                 if self.request.method == "HEAD":
                     return await self._pass_on(exchange, head, bytearray())
                 stream = Stream(self.gateway, self.request, self.call, engine.release, head, self._headers(head))
+                self._begun_stream = stream
                 cut = await self._stream(stream, exchange)
             finally:
                 exchange.close()
@@ -263,6 +286,8 @@ class Relay:
         response = web.StreamResponse(status=head.status, headers=self._headers(head))
         if head.length is not None:
             response.content_length = head.length
+        if cast(ClientConnection, self.request.protocol).is_last_answer():
+            response.force_close()
         self.call.begun = True
         writer = await response.prepare(self.request)
         assert writer is not None

@@ -100,7 +100,7 @@ Admin = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
-    """GET /metrics, /livez, /readyz, and on the Unix socket /state and /health."""
+    """GET /metrics, /livez, /readyz, and on the Unix socket /state, /counts and /health."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
@@ -109,9 +109,11 @@ def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
                 raise ApiError(405, "only GET", code="method", headers={"Allow": "GET"})
             if path == "/state" and not only_metrics:
                 return probes.json_response(await gateway.describe())
+            if path == "/counts" and not only_metrics:
+                return probes.json_response(await gateway.count())
             if path in probes.own_routes and not (only_metrics and path == "/health"):
                 return await probes.own_routes[path](gateway, request, None)
-            raise ApiError(404, "there is /metrics, /livez, /readyz, on the Unix socket also /state and /health")
+            raise ApiError(404, "there is /metrics, /livez, /readyz, on the Unix socket also /state, /counts, /health")
         except ApiError as error:
             return error.response()
 
@@ -194,8 +196,8 @@ class Worker:
     ) -> int:
         """Serve until SIGTERM; the exit status. `ready` is called when requests are taken, `draining` at the end."""
         gateway, loop = self.gateway, asyncio.get_running_loop()
-        gateway.engines.poll()
-        polling = loop.create_task(gateway.engines.run())
+        gateway.poll()
+        polling = loop.create_task(gateway.keep_up())
         server = web.Server(gateway.handle, handler_cancellation=True, access_log=None)
         with self._signals() if handle_signals else contextlib.nullcontext():
             accepting = await self._accept(server, listener)
@@ -229,6 +231,8 @@ class Worker:
         )
 
     def _connection(self, server: web.Server) -> ClientConnection:
+        """Called for each connection that was accepted, before a TLS handshake."""
+        self.gateway.metrics.accepted.inc(self.settings.slot)
         timeouts = self.settings.api.timeouts
         return ClientConnection(
             server,

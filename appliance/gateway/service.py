@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from appliance.gateway.body import read_body
+from appliance.gateway.canary_run import RunWatch
+from appliance.gateway.counts import counts
+from appliance.gateway.downstream import ClientConnection
 from appliance.gateway.engine_metrics import EngineMetrics
-from appliance.gateway.engines import Engine, Engines
+from appliance.gateway.engines import POLL_SECONDS, Engine, Engines
 from appliance.gateway.metrics import GatewayMetrics
 from appliance.gateway.probes import gauges, own_routes, render_all, state
 from appliance.gateway.relay import Relay
@@ -110,9 +113,24 @@ class Gateway:
     engine_metrics: EngineMetrics = field(init=False)
     gather: Callable[[], Awaitable[bytes]] | None = None  # the metrics of all workers, where there are several
     describe_workers: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    count_workers: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    canary: RunWatch = field(init=False)
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))  # of what `metrics` has counted
 
     def __post_init__(self) -> None:
         self.engine_metrics = EngineMetrics(self.engines, self.settings.paths.watchdog_socket)
+        self.canary = RunWatch(self.settings.paths.canary_marker, self.settings.slot)
+
+    def poll(self) -> None:
+        """Look once at what others have written for us."""
+        self.engines.poll()
+        self.canary.poll()
+
+    async def keep_up(self) -> None:
+        """Poll for ever."""
+        while True:
+            self.poll()
+            await asyncio.sleep(POLL_SECONDS)
 
     @property
     def config(self) -> ApiConfig:
@@ -173,7 +191,8 @@ class Gateway:
         if not response.prepared:
             response.headers["X-Request-Id"] = call.request_id
             response.headers["Server"] = SERVER
-            if self.stopping:
+            last = cast(ClientConnection, request.protocol).is_last_answer()
+            if last or self.stopping:
                 response.force_close()
         self._account(request, call, target, response.status)
         return response
@@ -218,6 +237,7 @@ class Gateway:
         task = asyncio.current_task()
         assert task is not None
         self.calls[call] = task
+        cast(ClientConnection, request.protocol).note_client()
         body = await read_body(self, request, call)
         call.run = self  # from here on a client that floods its connection is cut off
         return await Relay(self, request, call, target.path, body).run()
@@ -244,10 +264,12 @@ class Gateway:
         self.metrics.requests.inc(slot, call.release, call.route, str(status))
         if target.probe:
             return
-        if call.release:
-            self.metrics.latency.observe(seconds, slot, call.release, call.route)
-        if (kind := _error_class(status, call.error_code)) is not None:
-            self.metrics.errors.inc(slot, call.release or self.engines.release or "", kind)
+        release = call.release or self.engines.release or ""
+        if call.release or call.run is not None or status >= 500:  # an engine was asked, or should have been
+            kind = f"{status // 100}xx" if status != 499 else "499"
+            self.metrics.latency.observe(seconds, slot, release, call.route, kind)
+        if (failure := _error_class(status, call.error_code)) is not None:
+            self.metrics.errors.inc(slot, release, failure)
         log_event(
             logger,
             logging.INFO if status < 500 else logging.WARNING,
@@ -278,6 +300,12 @@ class Gateway:
     async def describe(self) -> dict[str, Any]:
         """For /state on the admin socket."""
         return state(self) if self.describe_workers is None else await self.describe_workers()
+
+    async def count(self) -> dict[str, Any]:
+        """For /counts on the admin socket."""
+        if self.count_workers is not None:
+            return await self.count_workers()
+        return counts(self, self.metrics.all(), connections=self.connections, in_flight=self.active, silent=[])
 
     def not_ready(self) -> tuple[str, str] | None:
         """(code, reason) why a load balancer should send nothing here, or None."""

@@ -119,6 +119,10 @@ class Load:
         """Of all workers."""
         return sum(self._cells[worker * _ROW + gpu % MAX_GPUS] for worker in range(self._workers))
 
+    def in_flight(self, index: int) -> int:
+        """Requests that a worker's engines have from it: what is cut when it dies."""
+        return sum(self._cells[index * _ROW : index * _ROW + MAX_GPUS])
+
     def set_connections(self, number: int) -> None:
         assert self._index is not None
         self._cells[self._index * _ROW + MAX_GPUS] = number

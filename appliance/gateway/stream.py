@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -54,10 +55,13 @@ class Stream:
         self._wake = asyncio.Event()
         self._cut: StreamCut | None = None
         self._loop = asyncio.get_running_loop()
+        self.token_seen = False  # a first token was sent
         self._gap = gateway.metrics.gap
+        self._release = release
         self._gap_cell = self._gap.cell(gateway.settings.slot, release)
-        self._last_sent = 0.0
+        self.last_sent = 0.0  # CLOCK_MONOTONIC seconds
         self._waiting: asyncio.TimerHandle | None = None
+        self._noticing = True  # the next event is not only passed on: see _notice
 
     # ---- passing on ------------------------------------------------------------------------------------------------
 
@@ -96,22 +100,31 @@ class Stream:
             self._wake.set()
             return
         if block and self._pipe is not None:
-            now = self._loop.time()
-            self._gap.add(self._gap_cell, now - self._last_sent)
-            self._last_sent = now
+            now = monotonic()
+            self._gap.add(self._gap_cell, now - self.last_sent)
+            self.last_sent = now
             self._pipe.write(block)
-            if self._waiting is not None:
-                self.stop_waiting()
+            if self._noticing:
+                self._notice(now)
         elif block:
             self._first.append(block)
             self._wake.set()
         if self._events.broken is not None:
             self._wake.set()
 
+    def _notice(self, now: float) -> None:
+        """An event came that waiting comments end with, or that may bring the first token: it moves a choice."""
+        self.stop_waiting()
+        if not self.token_seen and self._ids:
+            self.token_seen = True
+            gateway = self._gateway
+            gateway.metrics.first_token.observe(now - self._call.arrival, gateway.settings.slot, self._release)
+        self._noticing = not self.token_seen
+
     async def _begin(self) -> None:
         """The head of the response and what has come so far."""
         response = web.StreamResponse(status=200, headers=self._headers)
-        if self._request.version < (1, 1):
+        if self._request.version < (1, 1) or self._connection.is_last_answer():
             response.force_close()  # without chunks the end of the connection is the only end of a stream
         self._call.begun = True
         writer = await response.prepare(self._request)
@@ -122,7 +135,8 @@ class Stream:
             data = b"".join(self._first)
             self._first.clear()
             await response.write(data)
-        self._last_sent = self._loop.time()
+        self.last_sent = monotonic()
+        self._notice(self.last_sent)
         self._pipe = Pipe(self._connection, writer)
 
     async def _woken(self, exchange: Exchange) -> None:
@@ -172,6 +186,7 @@ class Stream:
     def start_waiting(self) -> None:
         """From now on the client gets a comment every few seconds, until an event comes."""
         self.stop_waiting()
+        self._noticing = True
         self._waiting = self._loop.call_later(self._gateway.settings.waiting_comment, self._comment)
 
     def stop_waiting(self) -> None:
@@ -185,10 +200,10 @@ class Stream:
         self.start_waiting()
 
     async def fail(self, error: ApiError) -> None:
-        """End the stream without [DONE]: with the event that the engine gave up with, where there is one."""
+        """End the stream without [DONE]: with the event that the engine gave up with, where there is one. Its chunks
+        end in order, so the connection goes on, as its head has said: who uses it again must not find it closed."""
         assert self.response is not None
         event = self._events.broken_event or b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
         self._call.error_code = self._events.broken or error.code
-        self.response.force_close()
         await self.response.write(event)
         await self.response.write_eof()

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from appliance.gateway import probes
+from appliance.gateway.counts import counts
 from appliance.gateway.metrics import GatewayMetrics, Metric, Snapshot, merge, snapshot
 from appliance.gateway.server import Worker, admin_listeners, public_socket, shown
 from appliance.gateway.settings import Settings
@@ -89,7 +90,11 @@ async def _answer(worker: Worker, reader: asyncio.StreamReader, writer: asyncio.
 def _report(worker: Worker) -> dict[str, Any]:
     gateway = worker.gateway
     metrics: list[Metric] = [*gateway.metrics.all(), *probes.gauges(gateway)]
-    return {"metrics": snapshot(metrics), "state": probes.state(gateway)}
+    clients = gateway.canary.clients
+    return {
+        "metrics": snapshot(metrics), "state": probes.state(gateway),
+        "clients": {"run": clients.run, "keys": clients.keys},
+    }  # fmt: skip
 
 
 def _say(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -125,6 +130,7 @@ class Child:
         self.ready = asyncio.Event()
         self.metrics: Snapshot = {}
         self.state: dict[str, Any] = {}
+        self.clients: dict[str, Any] = {"run": None, "keys": []}
         self.heard = asyncio.get_running_loop().time()
         self._channel = channel
         self._asked = 0
@@ -161,15 +167,15 @@ class Child:
                 name: [(tuple(labels), value) for labels, value in samples]
                 for name, samples in message["metrics"].items()
             }
-            self.state = message["state"]
+            self.state, self.clients = message["state"], message["clients"]
             future = self._answers.pop(message["answer"], None)
             if future is not None and not future.done():
                 future.set_result(None)
 
-    async def ask(self) -> None:
-        """Renew `metrics` and `state`; what it said last stays where it does not answer in time."""
-        if self._writer is None or self._writer.is_closing():
-            return
+    async def ask(self) -> bool:
+        """Renew `metrics` and `state`; what it said last stays where it does not answer in time (then: False)."""
+        if self._writer is None or self._writer.is_closing() or not self.ready.is_set():
+            return True  # it has not begun, or has ended
         self._asked += 1
         future = self._answers[self._asked] = asyncio.get_running_loop().create_future()
         _say(self._writer, {"ask": self._asked})
@@ -178,6 +184,8 @@ class Child:
                 await future
         except TimeoutError:
             log_event(logger, logging.WARNING, "worker_silent", worker_pid=self.process.pid)
+            return False
+        return True
 
 
 class Supervisor:
@@ -188,6 +196,7 @@ class Supervisor:
         self._worker = Worker(settings)  # also checks keys and certificate before anything is started
         self.gateway = self._worker.gateway
         self.gateway.gather, self.gateway.describe_workers = self.metrics, self.describe
+        self.gateway.count_workers = self.count
         self._children: list[Child] = []
         self._past: list[Snapshot] = []  # what workers that ended had counted
         self._notifier = Notifier()
@@ -196,8 +205,8 @@ class Supervisor:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         gateway = self.gateway
-        gateway.engines.poll()
-        tasks = [loop.create_task(gateway.engines.run())]
+        gateway.poll()
+        tasks = [loop.create_task(gateway.keep_up())]
         keepers = [loop.create_task(self._keep(index)) for index in range(self.settings.gateway.workers)]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._forward, number)
@@ -266,9 +275,8 @@ class Supervisor:
             await child.listen()
             status = await child.process.wait()
             self._children.remove(child)
+            self._bury(child, cut=self._load.in_flight(index))
             self._load.clear(index)
-            self._past.append({name: value for name, value in child.metrics.items() if name in _COUNTED})
-            self._fold_past()
             if not self._worker.stop.is_set():
                 log_event(logger, logging.ERROR, "worker_ended", worker_pid=child.process.pid, status=status)
                 await asyncio.sleep(RESTART_SECONDS)
@@ -292,17 +300,39 @@ class Supervisor:
 
     # ---- sums ------------------------------------------------------------------------------------------------------
 
-    async def _ask_all(self) -> None:
-        await asyncio.gather(*(child.ask() for child in self._children))
+    async def _ask_all(self) -> list[int]:
+        """Renew what is known of the workers; the pids of those that did not answer."""
+        asked = list(self._children)
+        answered = await asyncio.gather(*(child.ask() for child in asked))
+        for child in asked:
+            self.gateway.canary.clients.merge(child.clients["run"], child.clients["keys"])
+        return [child.process.pid for child, answer in zip(asked, answered, strict=True) if not answer]
 
-    def _fold_past(self) -> None:
-        total = GatewayMetrics(self.settings.slot, self.settings.gateway.metrics_buckets_seconds)
-        merge(total.all(), self._past)
+    def _bury(self, child: Child, cut: int) -> None:
+        """Keep what a worker that ended had counted, and count the requests that it took along."""
+        total = self._total()
+        merge(total.all(), [*self._past, _counted(child.metrics)])
+        if cut:
+            total.errors.inc(self.settings.slot, self.gateway.engines.serving() or "", "cut", by=cut)
         self._past = [snapshot(total.all())]
+
+    def _total(self) -> GatewayMetrics:
+        return GatewayMetrics(self.settings.slot, self.settings.gateway.metrics_buckets_seconds)
+
+    async def count(self) -> dict[str, Any]:
+        """For /counts: of all workers, those that ended too."""
+        silent = await self._ask_all()
+        total = self._total()
+        merge(total.all(), [*self._past, *(_counted(child.metrics) for child in self._children)])
+        states = [child.state for child in self._children if child.state]
+        return counts(
+            self.gateway, total.all(), connections=sum(state["connections"] for state in states),
+            in_flight=sum(state["in_flight"] for state in states), silent=silent,
+        )  # fmt: skip
 
     async def metrics(self) -> bytes:
         theirs, _ = await asyncio.gather(self.gateway.engine_metrics.collect(), self._ask_all())
-        total = GatewayMetrics(self.settings.slot, self.settings.gateway.metrics_buckets_seconds)
+        total = self._total()
         gauges = probes.gauges(self.gateway)
         everything: list[Metric] = [*total.all(), *gauges]
         merge(everything, [*self._past, *(child.metrics for child in self._children)])
@@ -325,6 +355,11 @@ class Supervisor:
 
 
 _COUNTED = frozenset(metric.name for metric in GatewayMetrics("").all())
+
+
+def _counted(metrics: Snapshot) -> Snapshot:
+    """Without what is only of the moment."""
+    return {name: value for name, value in metrics.items() if name in _COUNTED}
 
 
 def _in_flight(state: dict[str, Any], gpu: int, release: str) -> int:

@@ -95,6 +95,7 @@ def test_our_wheel_holds_every_module_and_the_compiled_cores(content: Path) -> N
 def test_debian_packages_bring_gi_and_pydbus_and_no_server(content: Path, manifest: dict[str, Any]) -> None:
     names = {package["name"] for package in manifest["packages"]}
     assert {"python3-gi", "python3-pydbus", "gir1.2-glib-2.0", "libgirepository-1.0-1", "libglib2.0-0"} <= names
+    assert {"iptables", "nftables", "conntrack"} <= names, "what the canary's rules need"
     assert not names & {"libc6", "python3", "python3.11", "systemd", "apt", "dpkg", "bash"}, "the host has these"
     for package in manifest["packages"]:
         fields = ["dpkg-deb", "--show", "--showformat=${Package} ${Version} ${Architecture}", content / package["file"]]

@@ -108,6 +108,23 @@ def test_versions_that_units_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, None),
+        ('{"id": "7", "release": "v2", "phase": "settled"}', None),
+        ('{"id": "7", "release": "v2", "phase": "step"}', "run 7 of v2 (step)"),
+        ("{", "a run whose file /var/lib/appliance/canary.json cannot be understood"),
+        ("[]", "a run whose file /var/lib/appliance/canary.json cannot be understood"),
+    ],
+)
+def test_canary_run(tmp_path: Path, text: str | None, said: str | None) -> None:
+    if text is not None:
+        (tmp_path / "var/lib/appliance").mkdir(parents=True)
+        (tmp_path / "var/lib/appliance/canary.json").write_text(text)
+    assert probe.canary_run(tmp_path) == said
+
+
 def test_slots(tmp_path: Path) -> None:
     write(tmp_path, {"var/lib/appliance/gpus.json": '{"schema": 1, "gpus": [{"slot": 3}, {"slot": 0}]}'})
     assert probe.slots(tmp_path) == [0, 3]

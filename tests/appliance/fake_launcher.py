@@ -75,9 +75,10 @@ class FakeFleet:
     def script(self, gpu: int, **values: Any) -> None:
         """Of engines, by release: dies={release: text}, hangs=[release] (they stay loading), salt={release: text}
         (other logits), weights={release: text} (another checksum), flipped=[release] (the arena is not what was
-        loaded), nan=[release], garbled=[release] (nonsense with status 200). Of all: device=name (claims to be this
-        GPU), shift=float (added to a log probability). Of the launcher: refuse={op: text}, deaf=True (closes without
-        an answer), log=[] (clears the log of ops)."""
+        loaded), nan=[release], broken=[release] (500 to clients), slow={release: seconds}, garbled=[release]
+        (nonsense with status 200). Of all: device=name (claims to be this GPU), shift=float (added to a log
+        probability). Of the launcher: refuse={op: text}, deaf=True (closes without an answer), log=[] (clears the log
+        of ops)."""
         assert self.ask(gpu, "script", **values)["ok"]
 
     def log(self, gpu: int) -> list[str]:
@@ -142,7 +143,16 @@ class Launcher:
 
     def state(self) -> dict[str, Any]:
         engines = [
-            {"release": name, "state": engine.state, "restarts": 0, "last_exit": engine.last_exit, "progress": 0.5}
+            {
+                "release": name,
+                "state": engine.state,
+                "restarts": 0,
+                "last_exit": engine.last_exit,
+                "progress": 0.5,
+                "socket": str(engine.path),
+                "admitted": engine.state == "ready" and not self.holds,
+                "pid": os.getpid(),
+            }
             for name, engine in self.engines.items()
         ]
         return {"gpu": self.gpu, "holds": self.holds, "admitted": not self.holds, "engines": engines}
@@ -150,8 +160,9 @@ class Launcher:
     def write(self) -> None:
         file = self.paths.launcher_state(self.gpu)
         temporary = file.with_name(f".{threading.get_ident()}.tmp")
-        temporary.write_text(json.dumps({"schema": 1} | self.state()))
-        temporary.replace(file)
+        with self.lock:  # what is older must not come last
+            temporary.write_text(json.dumps({"schema": 1} | self.state()))
+            temporary.replace(file)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         with self.lock:
@@ -204,6 +215,9 @@ class Engine:
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # what a gateway wants of an engine
+            wbufsize = -1  # head and body in one piece
+
             def log_message(self, *_: Any) -> None:
                 pass
 
@@ -270,6 +284,13 @@ class StubEngine(Engine):
     def ask(self, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
         if self.listed("garbled"):
             return 200, {"op": "?", "engine": {"backend": "cpu"}}
+        if path in ("/livez", "/readyz"):
+            return 200, {"status": "ok"}
+        if path == "/v1/completions":
+            time.sleep(float(self.given("slow") or 0))
+            if self.listed("broken"):
+                return 500, {"error": {"message": "broken", "type": "server_error"}}
+            return 200, {"object": "text_completion", "choices": [{"index": 0, "text": self.name}]}
         if path == "/admin/state":
             device = self.launcher.values.get("device")
             backend = "cuda" if device else "cpu"

@@ -15,6 +15,7 @@ from appliance.cli import COMMANDS
 from appliance.gateway.engine_metrics import LABELS
 from appliance.golden import Verdict
 from appliance.paths import SLOT_NAMES
+from canary.cli import COMMANDS as CANARY_COMMANDS
 from tests.host.promtool import promtool
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,7 @@ def test_commands_of_the_runbook_exist(name: str) -> None:
     if "release" in known:  # the host's commands are there
         used = set(re.findall(r"^appliance ([a-z-]+)", code, re.M))
         assert used <= known
+    assert set(re.findall(r"^canary ([a-z-]+)", code, re.M)) <= {command.name for command in CANARY_COMMANDS}
     units = {path.name for path in (ROOT / "systemd").iterdir()}
     for unit in re.findall(r"\bappliance-[\w-]+@?", code):
         assert any(file.startswith(unit) for file in units), f"no unit {unit}"

@@ -17,7 +17,7 @@ from appliance.cli import COMMANDS, main
 from appliance.completion_cli import script
 from appliance.hostconfig import SECTIONS
 from appliance.log import UsageError
-from appliance.parser_tree import Node, tree
+from appliance.parser_tree import PROGRAMS, Node, tree
 from appliance.paths import Paths
 from tests.programs import need
 
@@ -112,6 +112,17 @@ def test_the_page_of_the_configuration_has_every_key(capsys: pytest.CaptureFixtu
     assert "GPU's NUMA node" in shown and "Default: 127.0.0.1" in shown
 
 
+def test_the_man_page_of_canary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["man", "--program", "canary"]) == 0
+    shown = " ".join(groff(capsys.readouterr().out).split())  # long usage lines are broken
+    assert shown.startswith("CANARY(8)") and "appliance(8)" in shown and "/etc/appliance/canary.toml" in shown
+    for node in tree("canary").walk():
+        assert " ".join(node.path) in shown
+        for argument in node.arguments:
+            assert all(flag in shown for flag in argument.flags), (node.path, argument)
+    assert main(["man", "--program", "canary", "--page", "5"]) == 2
+
+
 def test_man_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("man", "man-db")
     main(["man"])
@@ -147,12 +158,12 @@ def scripts(root: Node, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return written
 
 
-def complete(scripts: dict[str, Path], shell: str, *words: str) -> list[str]:
+def complete(scripts: dict[str, Path], shell: str, *words: str, program: str = "appliance") -> list[str]:
     """What `shell` offers for the last of `words`."""
     need(shell)
-    quoted = " ".join(f"'{word}'" for word in ("appliance", *words))
+    quoted = " ".join(f"'{word}'" for word in (program, *words))
     if shell == "bash":
-        code = f"""source {scripts["bash"]}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _appliance
+        code = f"""source {scripts["bash"]}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _{program}
             printf '%s\\n' "${{COMPREPLY[@]}}" """
         argv = ["bash", "--norc", "-euc", code]
     else:
@@ -187,9 +198,28 @@ def test_completion_offers_what_may_come(scripts: dict[str, Path], shell: str) -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_scripts_are_clean(root: Node, tmp_path: Path, shell: str) -> None:
+def test_completion_of_canary(tmp_path: Path, shell: str) -> None:
+    names = tmp_path / "var/lib/appliance"
+    (names / "releases/v2").mkdir(parents=True)
+    (names / "canary-runs").mkdir()
+    (names / "canary-runs/17.json").touch()
+    text = script(tree("canary"), shell)
+    (tmp_path / shell).write_text(text.replace(" /var/lib/appliance", f" {names}"))
+
+    def offered(*words: str) -> list[str]:
+        return complete({shell: tmp_path / shell}, shell, *words, program="canary")
+
+    assert {"start", "status", "rollback", "explain"} <= set(offered(""))
+    assert offered("start", "") == ["v2"] and offered("start", "--man") == ["--manual"]
+    assert offered("explain", "") == ["17"] and offered("undo", "--to", "") == ["17"]
+    assert offered("start", "v2", "--on-inconclusive", "") == ["extend", "hold", "rollback"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts_are_clean(tmp_path: Path, shell: str, program: str) -> None:
     file = tmp_path / "script"
-    file.write_text(script(root, shell))
+    file.write_text(script(tree(program), shell))
     subprocess.run([need(shell), "-n", str(file)], check=True, timeout=60)
     if shell == "bash":
         need("shellcheck")

@@ -30,6 +30,13 @@ def test_arguments_are_not_a_shell_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_given_on_stdin_is_read_whole() -> None:
+    data = bytes(range(256)) * 4096  # far more than a pipe holds, and the command writes while it reads
+    assert run(["cat"], timeout=10, stdin=data).stdout == data
+    assert run(["cat"], timeout=10).stdout == b"", "nothing given: nothing to wait for"
+    assert run(["true"], timeout=10, stdin=data).ok
+
+
 def test_a_missing_program_is_a_result() -> None:
     result = run(["no-such-program-here"], timeout=5)
     assert result.code == NOT_FOUND and result.why() == "no-such-program-here is not installed"

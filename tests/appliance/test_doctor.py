@@ -49,6 +49,7 @@ NODES = {
 PERSISTENCED, FABRIC = "nvidia-persistenced.service", "nvidia-fabricmanager.service"
 ACTIVE = {"LoadState": "loaded", "ActiveState": "active", "UnitFileState": "enabled", "NeedDaemonReload": "no"}
 OURS = ["appliance.target", "appliance-gateway@stable.service", "appliance-gateway@canary.service"]
+OURS += ["appliance-netfilter.service", "appliance-canary.service"]
 OURS += ["appliance-gpu@0.service", "appliance-gpu@1.service"]
 KERNEL_LOG = """\
 2026-11-29T08:00:01+00:00 llm1 kernel: nvidia-nvlink: Nvlink Core is being initialized, major device number 238

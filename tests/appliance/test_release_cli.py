@@ -118,6 +118,33 @@ def test_the_same_again_changes_nothing(two: FakeFleet, run: Command, paths: Pat
     assert two.log(0) == []
 
 
+@pytest.mark.parametrize(
+    ("phase", "code", "hint"),
+    [("step", 5, "canary rollback 7"), ("settling", 5, "canary status --wait"), ("settled", 0, ""), ("failed", 0, "")],
+)
+def test_a_canary_run_keeps_others_from_changing_slots(
+    two: FakeFleet, run: Command, paths: Paths, phase: str, code: int, hint: str
+) -> None:
+    value = {"schema": 1, "id": "7", "release": "v2", "stable": "v1", "phase": phase}
+    paths.canary_run.write_text(json.dumps(value))
+    run("use", "v1")  # it is in service: nothing to change
+    before = read_slot(paths, "stable")
+    document = run("use", "v2", code=code)
+    if code:
+        assert "run 7 of v2 against v1" in document["message"] and hint in document["hint"]
+        assert read_slot(paths, "stable") == before
+    else:
+        assert read_slot(paths, "stable") == "v2"
+
+
+def test_whether_a_run_is_on_may_be_unknown_and_then_nothing_changes(
+    two: FakeFleet, run: Command, paths: Paths
+) -> None:
+    paths.canary_run.write_text("{")
+    assert "canary.json" in run("use", "v2", code=1)["message"]
+    assert read_slot(paths, "stable") == "v1"
+
+
 def test_back_and_forth(two: FakeFleet, run: Command, paths: Paths) -> None:
     for name in ("v2", "v1", "v2"):
         run("use", name)

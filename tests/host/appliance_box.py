@@ -59,8 +59,9 @@ def boot_options() -> dict[str, Any]:
 
 
 def units(slots: int = 1) -> tuple[str, ...]:
-    """All that runs: the target, the launchers, the gateways."""
-    return ("appliance.target", *(f"appliance-gpu@{number}.service" for number in range(slots)), *GATEWAYS)
+    """All that runs: the target, the rules, the launchers, the gateways, the canary's controller."""
+    launchers = (f"appliance-gpu@{number}.service" for number in range(slots))
+    return ("appliance.target", "appliance-netfilter.service", *launchers, *GATEWAYS, "appliance-canary.service")
 
 
 def install(box: Box, *, slots: int = 1, config: str | None = None) -> None:

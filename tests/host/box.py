@@ -38,7 +38,7 @@ BOX = Recipe(
     name="box",
     packages=(
         "systemd", "systemd-sysv", "dbus", "python3", "python3-gi", "python3-pydbus", "iproute2", "iptables",
-        "conntrack", "procps", "kmod", "zstd", "xz-utils", "sudo", "ca-certificates",
+        "nftables", "conntrack", "procps", "kmod", "zstd", "xz-utils", "sudo", "ca-certificates",
     ),
     commands=(
         # Nothing in a box has a console, and what looks after a machine's disks and packages has no business here.

@@ -74,7 +74,7 @@ def root_for(recipe: Recipe) -> Path:
 
 @pytest.fixture(scope="session")
 def box_root() -> Path:
-    """The root that boxes start from: systemd, D-Bus, python3 with gi and pydbus, iptables, iproute2, conntrack."""
+    """The root that boxes start from: systemd, D-Bus, python3 with gi and pydbus, iptables, nft, conntrack, ip."""
     require(why_no_box())
     return root_for(BOX)
 

@@ -79,7 +79,8 @@ def test_directories_are_those_of_the_paths_module() -> None:
     }  # fmt: skip
     assert wanted <= made
     runtime = {s.value.replace("%i", "0") for unit in UNITS for s in settings(unit) if s.key == "RuntimeDirectory"}
-    assert {f"/run/{name}" for name in runtime} == {str(paths.gpu_run(0)), str(paths.gateway_socket("stable").parent)}
+    gateways = str(paths.gateway_socket("stable").parent)
+    assert {f"/run/{name}" for name in runtime} == {str(paths.run), str(paths.gpu_run(0)), gateways}
 
 
 def test_fixed_uid_is_a_system_uid() -> None:

@@ -15,6 +15,8 @@ SCORES = {
     "appliance-gpu@.service": 2.0,
     "appliance-gateway@.service": 1.3,
     "appliance-gpu-nodes.service": 2.4,
+    "appliance-canary.service": 2.1,
+    "appliance-netfilter.service": 1.6,
     "appliance-report@.service": 0.9,
     "appliance-watchdog.service": 1.7,
     "appliance-gpu-reset@.service": 2.2,
@@ -201,15 +203,27 @@ def test_programs_of_the_units_exist() -> None:
     """`python -P -m MODULE` of the installed venv only; -P keeps the working directory out of sys.path."""
     repository = FOLDER.parent
     for unit in SERVICES:
-        for key in ("ExecStart", "ExecStartPre", "ExecStopPost", "ExecReload"):
+        for key in ("ExecStart", "ExecStartPre", "ExecStop", "ExecStopPost", "ExecReload"):
             for command in values(unit, key):
                 if command.startswith("/bin/kill -HUP"):
                     continue
                 python = "/usr/lib/appliance/current/venv/bin/python -P -m"
-                matched = re.fullmatch(rf"[+-]?{python} (appliance\.\w+|healthcheck(?:\.\w+)?)\b.*", command)
+                matched = re.fullmatch(rf"[+-]?{python} ((?:appliance|canary|healthcheck)[.\w]*)\b.*", command)
                 assert matched, command
                 module = repository / matched[1].replace(".", "/")
                 assert module.is_dir() or module.with_suffix(".py").is_file(), command
+
+
+def test_the_rules_of_the_canary_are_there_before_the_gateways() -> None:
+    unit = "appliance-netfilter.service"
+    assert set(" ".join(values(unit, "Before")).split()) == {
+        "appliance-gateway@stable.service",
+        "appliance-gateway@canary.service",
+    }
+    assert values("appliance-gateway@.service", "Wants")[-1] == unit
+    assert values(unit, "CapabilityBoundingSet") == ["CAP_NET_ADMIN"]
+    assert values(unit, "RestrictAddressFamilies") == ["AF_UNIX AF_NETLINK"]
+    assert values(unit, "RemainAfterExit") == ["yes"] and values(unit, "PartOf") == ["appliance.target"]
 
 
 def test_every_service_has_a_name_in_the_journal_and_takes_the_admins_environment() -> None:

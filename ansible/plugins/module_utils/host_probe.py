@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp shows it
-_OUR_SERVICE = re.compile(r"appliance-(gpu|gateway)@[^/]+\.service")
+_OUR_SERVICE = re.compile(r"appliance-((gpu|gateway)@[^/]+|canary)\.service")
 _MAPPED_VERSION = re.compile(r" /usr/lib/appliance/([^/\n]+)/")
 
 
@@ -109,8 +109,8 @@ def _unit(root: Path, pid: str) -> str | None:
 
 
 def running_versions(root: Path) -> dict[str, set[str]]:
-    """Unit -> versions of the code that its processes have mapped, for launchers and gateways. Engines are in scopes of
-    their own and run the version of their release."""
+    """Unit -> versions of the code that its processes have mapped, for launchers, gateways and the canary.
+    Engines are in scopes of their own and run the version of their release."""
     found: dict[str, set[str]] = {}
     for directory in (root / "proc").iterdir():
         unit = _unit(root, directory.name) if directory.name.isdecimal() else None
@@ -118,6 +118,20 @@ def running_versions(root: Path) -> dict[str, set[str]]:
             maps = read_text(directory / "maps", 16 << 20) or ""
             found.setdefault(unit, set()).update(_MAPPED_VERSION.findall(maps))
     return found
+
+
+def canary_run(root: Path) -> str | None:
+    """What to say of a canary run that is on; None where none is. A file that cannot be understood counts as one: an
+    upgrade in the middle of a run would restart what it judges."""
+    text = read_text(root / "var/lib/appliance/canary.json", 4 << 20)
+    if text is None:
+        return None
+    try:
+        run = json.loads(text)
+        ended = run["phase"] in ("settled", "aborted", "failed")
+        return None if ended else f"run {run['id']} of {run['release']} ({run['phase']})"
+    except (ValueError, TypeError, LookupError):
+        return "a run whose file /var/lib/appliance/canary.json cannot be understood"
 
 
 def slots(root: Path) -> list[int]:

@@ -93,6 +93,7 @@ def main() -> None:
             "versions": list(state.versions),
             "slots": host_probe.slots(ROOT),
         },
+        "canary_run": host_probe.canary_run(ROOT),
         "configured": Path("/etc/appliance/appliance.toml").is_file(),
         "api_keys": host_probe.has_keys(ROOT),
     }

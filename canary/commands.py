@@ -1,0 +1,247 @@
+"""What may be asked of the controller over its socket. One op, one reply; errors carry a hint and an exit code.
+
+status check start retry undo pause resume promote rollback weight rules cleanup
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from appliance.launcher.control_server import Client, failure
+from appliance.log import ApplianceError, UsageError
+from appliance.slots import pointer, set_slot
+from canary import happenings
+from canary.controller import Controller
+from canary.placement import Placement
+from canary.preflight import Check, Start, now, run_checks
+from canary.run import MAX_REASON_CHARS, Phase, Run, check_policy, to_state
+from canary.seams import Rules
+from canary.settings import load_settings, merge
+from canary.store import Store, boot_id
+from canary.types import Policy
+from canary.worker import Worker
+
+Answer = dict[str, Any]
+
+
+class Commands:
+    """`handle` is what a ControlServer calls. Preflights run in a thread of their own: they ask launchers."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._waiting: dict[str, tuple[Client, Callable[[Any], Answer]]] = {}
+        self._worker = Worker(controller.loop, "preflight", self._checked)
+        self._number = 0
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def handle(self, request: dict[str, Any], client: Client) -> None:
+        op = str(request.pop("op"))
+        request.pop("timeout", None)
+        try:
+            answer = self._answer(op, request, client)
+        except ApplianceError as error:
+            answer = failure(error.message, hint=error.hint, code=error.exit_code)
+        if answer is not None:
+            client.reply(answer)
+
+    def _answer(self, op: str, request: dict[str, Any], client: Client) -> Answer | None:
+        by = _text(request.pop("by", f"uid {client.uid}"), "by", 64)
+        if op == "status":
+            return self.status()
+        if op in ("check", "start", "retry", "undo"):
+            self._preflight(op, request, client, by)
+            return None
+        if op == "rules":
+            return rules_answer(self._controller.parts.rules)
+        if op == "cleanup":
+            return self._cleanup()
+        run = self._run(request.pop("run", None))
+        if op == "rollback":
+            return self._rollback(run, request, by)
+        event: happenings.Event
+        if op == "pause":
+            event = happenings.Pause(_text(request.pop("reason", "by hand"), "reason", MAX_REASON_CHARS), by)
+        elif op == "resume":
+            event = happenings.Resume(by)
+        elif op == "promote":
+            event = happenings.Promote(by, bool(request.pop("full", False)))
+        elif op == "weight":
+            event = happenings.SetWeight(by, self._checked_weight(request.pop("weight", None)))
+        else:
+            raise UsageError(f"unknown op {op!r}")
+        self._controller.handle(event)
+        return self.status()
+
+    def _run(self, pinned: Any) -> Run:
+        """The present run; a command that names another one is refused, so that it never hits a newer one."""
+        run = self._controller.run
+        if run is None:
+            raise happenings.Refused("there was no run on this host yet", hint="canary start RELEASE")
+        if pinned not in (None, run.id):
+            raise happenings.Refused(f"run {pinned} is not the present one, {run.id} is", hint="`canary list`")
+        return run
+
+    def status(self) -> Answer:
+        """The run and what is known beside it; no subprocess, no socket."""
+        controller, observer = self._controller, self._controller.observer
+        live = controller.live
+        run = controller.run
+        boot = now().boot
+        return {
+            "ok": True, "schema": 1, "controller": True, "run": to_state(run) if run else None, "boot": boot,
+            "live": {
+                "rule": live.rule, "rule_seconds": live.rule_seconds, "rule_error": live.rule_error,
+                "drift": live.drift, "in_work": live.in_work,
+                "draining": live.draining, "alive": observer.alive if observer else None,
+                "observed": observer.observed() if observer else None,
+                "samples": msgspec.to_builtins(observer.reading) if observer and observer.reading else None,
+            },
+        }  # fmt: skip
+
+    def _checked_weight(self, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+            raise UsageError(f"weight {value!r} is no number from 0 to 100")
+        run = self._run(None)
+        if run.placement == "exclusive" and value > run.target:
+            raise happenings.Refused(
+                f"placement is exclusive: this step's GPUs carry {run.target:g} %", hint="promote first"
+            )
+        return float(value)
+
+    def _rollback(self, run: Run, request: dict[str, Any], by: str) -> Answer:
+        drain = request.pop("drain", 60.0)
+        if isinstance(drain, bool) or not isinstance(drain, int | float) or not 0 <= drain <= 86400:
+            raise UsageError(f"drain {drain!r} is no number of seconds")
+        reason = _text(request.pop("reason", "by hand"), "reason", MAX_REASON_CHARS)
+        self._controller.handle(happenings.Abort(reason, by, float(drain)))
+        return self.status()
+
+    # -- starting
+    def _preflight(self, op: str, request: dict[str, Any], client: Client, by: str) -> None:
+        start, policy = self._wanted(op, request)
+        hooks = load_settings(self._controller.store.paths.canary_config).hooks
+        controller, parts = self._controller, self._controller.parts
+        policy = check_policy(policy, controller.placement.fleet().config.engine.placement)
+
+        def checks(_: Any) -> list[Check]:
+            paths = controller.store.paths
+            releases = {"canary": start.release}
+            return run_checks(paths, controller.placement, parts.rules, parts.samples(policy, releases), start, now())
+
+        def answer(found: list[Check]) -> Answer:
+            shown = {"checks": [check.as_dict() for check in found], "policy": msgspec.to_builtins(policy)}
+            blocking = [check for check in found if check.blocks]
+            if op == "check":
+                return {"ok": True, "passed": not blocking, **shown}
+            if blocking:
+                first = blocking[0]
+                text = f"refused: {'; '.join(check.text for check in blocking)}"
+                return failure(text, hint=first.hint, code=first.code) | shown
+            run = self._new(start, policy, by)
+            controller.begin(msgspec.structs.replace(run, hooks=hooks))
+            controller.poke()
+            return self.status() | shown
+
+        self._number += 1
+        key = f"preflight {self._number}"
+        self._waiting[key] = client, answer
+        self._worker.submit(key, checks)
+
+    def _checked(self, key: str, result: Any) -> None:
+        client, answer = self._waiting.pop(key)
+        try:
+            if isinstance(result, ApplianceError):
+                raise result
+            if isinstance(result, Exception):
+                client.reply(failure(f"internal error: {type(result).__name__}: {result}"))
+                return
+            client.reply(answer(result))
+        except ApplianceError as error:
+            client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
+
+    def _wanted(self, op: str, request: dict[str, Any]) -> tuple[Start, Policy]:
+        defaults = load_settings(self._controller.store.paths.canary_config).policy
+        if op == "retry":
+            last = self._run(None)
+            if last.phase not in (Phase.ABORTED, Phase.FAILED):
+                raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
+            start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
+            return start, last.policy
+        if op == "undo":
+            return self._undo(request.pop("to", None))
+        try:
+            start = msgspec.convert(request, Start)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"start: {error}") from None
+        return start, merge(defaults, start.policy)
+
+    def _undo(self, to: Any) -> tuple[Start, Policy]:
+        """Back to what served before the last settled run, or run `to`."""
+        settled = [run for run in self._controller.store.history() if run.phase is Phase.SETTLED]
+        if to is not None:
+            settled = [run for run in settled if run.id == to]
+        if not settled:
+            raise happenings.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
+        last = settled[-1]
+        return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
+
+    def _new(self, start: Start, policy: Policy, by: str) -> Run:
+        controller, at = self._controller, now()
+        stable = pointer(controller.store.paths, "stable")
+        assert stable is not None  # a check said so
+        return Run(
+            id=controller.store.next_id(), release=start.release, stable=stable, policy=policy, boot_id=boot_id(),
+            created_at=at.utc, by=by, placement=controller.placement.fleet().config.engine.placement,
+            manual=start.manual, dry_run=start.dry_run, skip_analysis=start.skip_analysis, seq=1, entered=at.boot,
+            entered_at=at.utc, progress=at.boot,
+            last_event={"event": "created", "seq": 1, "phase": "starting", "by": by, "steps": policy.steps},
+        )  # fmt: skip
+
+    # -- rules and leftovers
+    def _cleanup(self) -> Answer:
+        controller = self._controller
+        return {
+            "ok": True,
+            "done": clean_up(controller.store, controller.placement, controller.parts.rules, controller.run),
+        }
+
+
+def rules_answer(rules: Rules) -> Answer:
+    """What `canary rules` shows."""
+    state = rules.read()
+    return {
+        "ok": True, "weight": state.weight, "run": state.run, "drift": list(state.drift), "diff": rules.diff(),
+        "counters": rules.counters(), "draining": rules.draining(), "conntrack_percent": state.conntrack_percent,
+        "notes": rules.notes(),
+    }  # fmt: skip
+
+
+def clean_up(store: Store, placement: Placement, rules: Rules, run: Run | None) -> list[str]:
+    """After runs of earlier versions, tests, hands: rule at 0, canary slot empty, marker gone. Says what it did.
+    Used by the holder of Store.controlling()."""
+    if run is not None and not run.over:
+        raise happenings.Refused(f"run {run.id} is {run.phase}", hint="`canary rollback` ends it in order")
+    done = rules.repair()
+    if weight := rules.read().weight:
+        done.append(f"the rule sent {weight:g} % to the canary; it is at 0 now")
+    rules.set_weight(run.id if run else "0", 0.0)
+    if (release := pointer(store.paths, "canary")) is not None:
+        set_slot(store.paths, "canary", None)
+        fleet = placement.fleet()
+        for gpu in fleet.survey()[0]:
+            fleet.call(gpu, "sync", wait=False, timeout=30.0)
+        done.append(f"the slot canary pointed at {release}; it is empty now")
+    store.mark(None, None)
+    store.clear_abort()
+    return done
+
+
+def _text(value: Any, key: str, limit: int) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= limit or not value.isprintable():
+        raise happenings.Refused(f"{key}: not usable", hint=f"1 to {limit} printable characters")
+    return value

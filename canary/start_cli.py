@@ -1,0 +1,158 @@
+"""`canary start`, `check`, `retry`, `undo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from appliance.arguments import add_common, set_epilog
+from appliance.log import ExitCode, UsageError, emit_json, printable
+from appliance.paths import Paths
+from appliance.statefile import read_bounded
+from appliance.terminal import mark
+from canary.arguments import duration, limit, run_id, share, steps
+from canary.asking import Document, ask, wait_over
+from canary.client import ControllerError
+from canary.view import one_line
+
+EPILOG = """\
+examples:
+  canary start v2                                      5, 10, 25, 50, 100 % of new connections, 5 minutes each
+  canary start v2 --steps 1,10,100 --step-time 10m --limit itl=60ms:1% --limit ttft=500ms:5%
+  canary start v2 --manual                             each step waits for `canary promote`
+  canary start v2 --blue-green                         0 -> 100 % in one step, judged there
+  canary start v2 --wait || echo "not promoted"
+What is not given comes from /etc/appliance/canary.toml, then from the defaults. A policy file is TOML with those keys.
+exit codes: 0 started (--wait: settled), 1 failed (--wait: rolled back), 2 usage, 3 --wait: timed out, or it waits for a
+person, 4 refused by preflight, 5 another run is on
+"""
+_MARKS = {"ok": "good", "warn": "held", "refused": "bad", "unknown": "bad"}
+_KEYS = {
+    "steps": "steps", "step_time": "step_seconds", "interval": "interval", "warmup": "warmup_seconds",
+    "error_rate": "error_rate", "limit": "limits", "alpha": "alpha", "min_requests": "min_requests",
+    "min_connections": "min_connections", "on_inconclusive": "on_inconclusive", "deadline": "progress_deadline",
+    "cooldown": "cooldown", "settle": "settle_seconds",
+}  # fmt: skip
+
+
+def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    verb = parser.prog.rpartition(" ")[2]
+    if verb in ("start", "check"):
+        set_epilog(parser, EPILOG)
+        parser.add_argument("release", metavar="RELEASE", help="a name of `appliance release list`")
+        _policy_options(parser)
+    if verb == "undo":
+        parser.add_argument("--to", type=run_id, metavar="RUN", help="undo that settled run instead of the last one")
+    if verb != "check":
+        parser.add_argument("--wait", action="store_true", help="return when the run is over")
+        parser.add_argument("--timeout", type=duration, default=86400.0, metavar="TIME", help="of --wait (1d)")
+
+
+def _policy_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("policy")
+    group.add_argument("--policy", type=Path, metavar="FILE", help="TOML with the keys of [policy] in canary.toml")
+    group.add_argument("--steps", type=steps, metavar="LIST", help="percent of new connections: 5,10,25,50,100")
+    group.add_argument("--blue-green", action="store_true", help="the same as --steps 100")
+    group.add_argument("--step-time", "--window", type=duration, metavar="TIME", help="of each step, at least (5m)")
+    group.add_argument("--interval", type=duration, metavar="TIME", help="between two judgements (10s)")
+    group.add_argument("--warmup", type=duration, metavar="TIME", help="left out of latencies, not of errors (30s)")
+    group.add_argument("--error-rate", type=share, metavar="SHARE", help="at most so many requests may fail (0.1%%)")
+    group.add_argument(
+        "--limit", type=limit, action="append", metavar="METRIC=TIME[:SHARE]",
+        help="at most SHARE of itl, ttft or request times may be TIME or longer (itl=80ms:1%%); repeatable",
+    )  # fmt: skip
+    group.add_argument("--no-ttft", action="store_true", help="do not compare the time to first token with stable's")
+    group.add_argument("--alpha", type=share, metavar="SHARE", help="chance of a false rollback (5%%)")
+    group.add_argument("--min-requests", type=int, metavar="N", help="of the canary in each step (300)")
+    group.add_argument("--min-connections", type=int, metavar="N", help="of the canary in each step (20)")
+    group.add_argument(
+        "--on-inconclusive", choices=["extend", "hold", "rollback"], help="at the end of a step's time (extend)"
+    )
+    group.add_argument("--deadline", type=duration, metavar="TIME", help="without progress: rolled back (1h)")
+    group.add_argument("--cooldown", type=duration, metavar="TIME", help="after a failure no run may start (10m)")
+    group.add_argument("--settle", type=duration, metavar="TIME", help="the old engines stay after a promotion (60s)")
+    parser.add_argument("--manual", action="store_true", help="each step waits for `canary promote`")
+    parser.add_argument("--dry-run", action="store_true", help="judge only: no weight changes, nothing is promoted")
+    parser.add_argument("--ignore-cooldown", action="store_true", help="start although the last run has just failed")
+
+
+def run(args: argparse.Namespace) -> int:
+    paths = Paths.default()
+    if args.command == "check":
+        return _check(paths, args)
+    request = _start(args) if args.command == "start" else {"to": args.to} if args.command == "undo" else {}
+    document = ask(paths, args.command, **request)
+    number = document["run"]["id"]
+    for check in document["checks"]:
+        if check["status"] == "warn":
+            print(f"warning: {printable(check['text'])}", file=sys.stderr)
+    if not args.wait:
+        return _started(document, args)
+    document, code = wait_over(paths, number, args.timeout)
+    if args.json:
+        emit_json(document)
+    else:
+        print(printable(one_line(document)))
+    return code
+
+
+def _started(document: Document, args: argparse.Namespace) -> int:
+    found = document["run"]
+    if args.json:
+        emit_json(document)
+    else:
+        shown = ", ".join(f"{weight:g}" for weight in found["policy"]["steps"])
+        how = "without analysis" if found["skip_analysis"] else f"steps {shown} %"
+        print(f"run {found['id']}: {found['release']} against {found['stable']}, {how}")
+        print("follow it: canary status --watch", file=sys.stderr)
+    return ExitCode.DONE
+
+
+def _check(paths: Paths, args: argparse.Namespace) -> int:
+    try:
+        document = ask(paths, "check", **_start(args))
+    except ControllerError as error:
+        if not args.json or "checks" not in error.reply:
+            raise
+        document = error.reply
+    if args.json:
+        emit_json(document)
+    for check in () if args.json else document["checks"]:
+        words = f"{check['status']:<8} {check['name']:<9} {printable(check['text'])}"
+        print(mark(_MARKS[check["status"]], sys.stdout) + words)
+        if check["hint"] and check["status"] != "ok":
+            print(f"  hint: {printable(check['hint'])}")
+    return ExitCode.DONE if document.get("passed") else ExitCode.REFUSED
+
+
+def _start(args: argparse.Namespace) -> dict[str, Any]:
+    """The request."""
+    policy: dict[str, Any] = _policy_file(args.policy) if args.policy else {}
+    for option, key in _KEYS.items():
+        if (value := getattr(args, option)) is not None:
+            policy[key] = value
+    if args.blue_green:
+        if args.steps:
+            raise UsageError("--blue-green and --steps exclude each other")
+        policy["steps"] = [100]
+    if args.no_ttft:
+        policy["ttft_not_worse"] = False
+    return {
+        "release": args.release, "policy": policy, "manual": args.manual, "dry_run": args.dry_run,
+        "ignore_cooldown": args.ignore_cooldown,
+    }  # fmt: skip
+
+
+def _policy_file(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(read_bounded(path, 256 << 10).decode("utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not TOML: {error}") from None
+    inner = table.get("policy", table)
+    return inner if isinstance(inner, dict) else table

@@ -1,0 +1,231 @@
+"""The `canary` command as people and scripts use it: exit codes, JSON, views; and a rollback when nobody is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from appliance.slots import pointer
+from canary import rollback_cli, rules_cli
+from canary.cli import COMMANDS, main
+from canary.store import Store
+from tests.canary.processes import ControllerProcess
+from tests.canary.stand_ins import make_parts
+from tests.canary.test_life import check_rolled_back, wait_for
+from tests.canary.world import QUICK, World
+
+QUICK_OPTIONS = [
+    "--steps", "10,100", "--step-time", "50ms", "--interval", "50ms", "--warmup", "0s", "--settle", "50ms",
+    "--cooldown", "0s", "--deadline", "30s",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the command works on the rules itself it gets the file instead of netfilter."""
+    for module in (rollback_cli, rules_cli):
+        monkeypatch.setattr(module, "real_parts", make_parts)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any, str]:
+    """(exit code, the JSON document, stderr) of `canary ... --json`."""
+    capsys.readouterr()
+    try:
+        code = main([*arguments, "--json"])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    out = capsys.readouterr()
+    return code, json.loads(out.out) if out.out else None, out.err
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(list(arguments))
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [one.name for one in COMMANDS])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0 and f"usage: canary {name}" in capsys.readouterr().out
+
+
+def test_a_run_from_start_to_end(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        code, checked, _ = command(capsys, "check", "v2")
+        assert code == 0 and checked["passed"] and {c["status"] for c in checked["checks"]} == {"ok"}
+        code, document, _ = command(capsys, "start", "v2", *QUICK_OPTIONS, "--wait", "--timeout", "30s")
+        assert (code, document["run"]["phase"]) == (0, "settled")
+        code, shown = text(capsys, "status")
+        assert code == 0 and "v2 (canary) vs v1 (stable)" in shown and "settled" in shown and "canary undo" in shown
+        assert "[10% ✔][100% ✔]" in shown
+        code, listed, _ = command(capsys, "list")
+        assert [(run["id"], run["phase"]) for run in listed["runs"]] == [("1", "settled")]
+        assert "settled" in text(capsys, "list")[1]
+        assert "looks" in text(capsys, "explain", "1")[1]
+        assert "committed" in text(capsys, "events", "1")[1]
+        code, document, _ = command(capsys, "undo", "--wait", "--timeout", "30s")
+        assert code == 0 and document["run"]["id"] == "2"
+    assert pointer(world.paths, "stable") == "v1"
+
+
+def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, "status")[0] == 1  # no run yet
+    assert command(capsys, "rollback")[0] == 4
+    assert command(capsys, "start", "v2")[0] == 1  # no controller
+    for wrong in (
+        ("start",), ("start", "v2", "--limit", "itl"), ("start", "v2", "--steps", "a"), ("weight", "101"),
+        ("start", "v2", "--error-rate", "2"), ("pause", "x"), ("start", "v2", "--step-time", "5 minutes"),
+    ):  # fmt: skip
+        assert command(capsys, *wrong)[0] == 2, wrong
+    world.script.set(verdict="inconclusive")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        assert command(capsys, "start", "nosuch")[0] == 1
+        assert command(capsys, "start", "v1")[0] == 4
+        assert command(capsys, "start", "v2", "--steps", "50,10")[0] == 2
+        assert command(capsys, "start", "v2", *QUICK_OPTIONS, "--step-time", "1h")[0] == 0
+        assert command(capsys, "start", "v2", *QUICK_OPTIONS)[0] == 5
+        wait_for(world, lambda run: run.stage == "observe")
+        assert command(capsys, "pause", "7")[0] == 4  # pinned to another run
+        assert command(capsys, "pause")[0] == 0
+        code, document, _ = command(capsys, "status", "--wait")
+        assert code == 3 and document["run"]["paused"] == "by hand"
+        assert command(capsys, "promote", "--full")[0] == 2  # wants --confirm
+        assert command(capsys, "resume")[0] == 0
+        assert command(capsys, "weight", "3")[0] == 0 and world.rules.read().weight == 3
+        code, document, _ = command(capsys, "rollback", "--reason", "enough", "--kill", "--wait")
+        assert code == 0 and document["run"]["phase"] == "aborted"
+        assert command(capsys, "rollback")[0] == 4
+        assert command(capsys, "resume")[0] == 4
+    check_rolled_back(world)
+
+
+@pytest.mark.parametrize("stage", ["observe", "verify"])
+def test_rollback_with_the_controller_down(world: World, capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    """Killed, and nobody starts it again: the command does all of its work."""
+    kill_in(world, stage)
+    assert world.rules.read().weight == 10  # a dead controller moves no connection
+    code, document, err = command(capsys, "rollback", "--reason", "by night", "--drain", "1s")
+    assert code == 0 and (document["run"]["phase"], document["run"]["reason"]) == ("aborted", "by night")
+    assert "rolling back from here" in err
+    check_rolled_back(world)
+
+
+def kill_in(world: World, stage: str) -> None:
+    world.script.set(verdict="inconclusive" if stage == "observe" else "pass")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0 if stage == "observe" else 0.05})
+        wait_for(world, lambda run: run.stage == stage and world.rules.read().weight == 10)
+        os.kill(controller.pid, signal.SIGKILL)
+        controller.wait()
+
+
+def test_rollback_with_a_controller_that_hangs(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped (SIGSTOP), so it holds the lock and says nothing: the rule is 0 all the same, and it does the rest once
+    it is back."""
+    monkeypatch.setattr(rollback_cli, "_ANSWER_SECONDS", 0.3)
+    world.script.set(verdict="inconclusive")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0})
+        wait_for(world, lambda run: run.stage == "observe" and world.rules.read().weight == 10)
+        os.kill(controller.pid, signal.SIGSTOP)
+        code = main(["rollback", "--drain", "0s"])
+        out = capsys.readouterr()
+        assert code == 0 and "does not answer" in out.err
+        assert world.rules.read().weight == 0
+        os.kill(controller.pid, signal.SIGCONT)
+        run = controller.run_to_end()
+    assert run is not None and run["phase"] == "aborted"
+    check_rolled_back(world)
+
+
+def test_the_wish_to_abort_waits_for_the_next_controller(world: World) -> None:
+    kill_in(world, "observe")
+    from canary.store import AbortWish
+
+    Store(world.paths).wish_abort(AbortWish("1", "left on disk", "me", 0.0))
+    with ControllerProcess(world.paths) as controller:
+        run = controller.run_to_end()
+    assert run is not None and (run["phase"], run["reason"]) == ("aborted", "left on disk")
+    assert world.rules.history()[-1] == 0 and 100 not in world.rules.history()
+    check_rolled_back(world)
+
+
+def test_watch_in_a_pipe_prints_changes_only_and_ends_with_the_run(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 0.3})
+        code, out = text(capsys, "status", "--watch")
+    lines = out.splitlines()
+    assert code == 0 and "settled" in lines[-1] and "\x1b" not in out
+    assert all(before != after for before, after in pairwise(lines))
+
+
+def test_events_follow_prints_json_lines(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    lines: list[str] = []
+    from canary.history_cli import Follower
+
+    world.paths.events.touch()
+    follower = Follower(world.paths.events)
+    seen: list[str] = []
+    stop = threading.Event()
+
+    def follow() -> None:
+        while not stop.is_set():
+            seen.extend(event["event"] for event in follower.new())
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK)
+        controller.run_to_end()
+        # The log is rotated in the middle of it.
+        os.replace(world.paths.events, world.paths.events.with_name("events.jsonl.1"))
+        controller.call("undo")
+        wait_for(world, lambda run: run.id == "2" and run.over)
+    time.sleep(0.2)
+    stop.set()
+    thread.join()
+    canary = [event for event in seen if event.startswith("canary_")]
+    assert canary.count("canary_settled") == 2 and canary[0] == "canary_created"
+    code = main(["events", "--json", "-n", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and [json.loads(line)["event"] for line in lines][-1] == "canary_settled"
+
+
+def test_cleanup_and_rules_without_a_controller(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.rules.set_weight("9", 25.0)
+    code, rules, _ = command(capsys, "rules")
+    assert code == 0 and rules["weight"] == 25
+    code, done, _ = command(capsys, "cleanup")
+    assert code == 0 and "25 %" in done["done"][0]
+    assert world.rules.read().weight == 0
+    world.paths.canary_run.write_text("{]")
+    assert command(capsys, "cleanup")[0] == 1
+    assert command(capsys, "cleanup", "--forget")[0] == 0
+    assert not world.paths.canary_run.exists()
+
+
+def test_a_rule_that_somebody_left_is_zeroed_when_the_controller_starts(world: World) -> None:
+    world.rules.set_weight("9", 25.0)
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        deadline = time.monotonic() + 10
+        while world.rules.read().weight != 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
