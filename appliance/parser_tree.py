@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,19 +36,18 @@ class Node:
             yield from child.walk()
 
 
-PROGRAMS = ("appliance", "canary")
+PROGRAMS = ("appliance", "healthcheck", "canary")
 
 
 def tree(name: str = "appliance") -> Node:
     """All commands of a console script with all their options. Imports every command's module."""
     from appliance.cli import build_parser
 
-    if name == "canary":
-        from canary.cli import COMMANDS, PROGRAM
-
-        parser, _ = build_parser(COMMANDS, program=PROGRAM)
-    else:
+    if name == "appliance":
         parser, _ = build_parser()
+    else:
+        module = importlib.import_module(f"{name}.cli")
+        parser, _ = build_parser(module.COMMANDS, program=module.PROGRAM)
     return _node(parser, (parser.prog,), parser.description or "")
 
 
