@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from appliance.doctor.report import Check, Finding, Host, degraded, failed, ok, unknown
+from appliance.doctor.report import NOT_NEEDED, Check, Finding, Host, degraded, failed, ok, unknown
 from appliance.gpus import Gpu, mig_gpus, read_slots, unready_gpus, visible_gpus
 
 MIN_DRIVER = 580  # the first branch with CUDA 13 (CUDA 13.0 release notes, table "CUDA Toolkit and Driver Versions")
 NVIDIA_MAJOR, CONTROL_MINOR = 195, 255  # Documentation/admin-guide/devices.txt; nvidia-modprobe has them fixed as well
 _VERSION = re.compile(r"Kernel Module(?: for \S+)?\s+([0-9]+)((?:\.[0-9]+)+)")
-_NOT_NEEDED = "not needed: backend cpu"
 
 
 def driver(host: Host) -> Finding:
     """The loaded module, from /proc/driver/nvidia/version; the open and the closed module write it differently."""
     if host.cpu_only:
-        return ok(_NOT_NEEDED)
+        return ok(NOT_NEEDED)
     text = host.read("/proc/driver/nvidia/version")
     if text is None:
         return _not_loaded(host)
@@ -61,7 +60,7 @@ def _pci(host: Host) -> list[tuple[Path, str, str]]:
 def module(host: Host) -> Finding:
     """Is the module on disk the one that runs? If not, the libraries are newer as well, and CUDA and NVML refuse."""
     if host.cpu_only:
-        return ok(_NOT_NEEDED)
+        return ok(NOT_NEEDED)
     loaded = (host.read("/sys/module/nvidia/version") or "").strip()
     result = host.command("modinfo", "-F", "version", "nvidia")
     if not loaded or not result.ok:
@@ -88,7 +87,7 @@ def character_majors(text: str) -> dict[str, set[int]]:
 def nodes(host: Host) -> list[Finding]:
     """Every node an engine needs, with the major that the driver has now: that of nvidia-uvm changes over reboots."""
     if host.cpu_only:
-        return [ok(_NOT_NEEDED)]
+        return [ok(NOT_NEEDED)]
     majors = character_majors(host.read("/proc/devices") or "")
     main = majors.get("nvidia") or majors.get("nvidia-frontend")
     if main is None:
@@ -168,7 +167,7 @@ def _nothing_bound() -> Finding:
 
 def mig(host: Host) -> Finding:
     if host.cpu_only:
-        return ok(_NOT_NEEDED)
+        return ok(NOT_NEEDED)
     divided = mig_gpus(host.root / "proc/driver/nvidia")
     names = [gpu.uuid for gpu in _visible(host) if gpu.minor in divided]
     if names:
@@ -182,7 +181,7 @@ def mig(host: Host) -> Finding:
 def persistence(host: Host) -> Finding:
     """Without a client the driver forgets a GPU's state: seconds at each start, and counters begin at 0 again."""
     if host.cpu_only:
-        return ok(_NOT_NEEDED)
+        return ok(NOT_NEEDED)
     unit = "nvidia-persistenced.service"
     show = host.units([unit], ["LoadState", "ActiveState"])
     if show is None:
@@ -198,7 +197,7 @@ def persistence(host: Host) -> Finding:
 def fabric(host: Host) -> Finding:
     """With NVSwitches CUDA answers 802 (system not yet initialized) until the fabric manager has set them up."""
     if host.cpu_only:
-        return ok(_NOT_NEEDED)
+        return ok(NOT_NEEDED)
     switches = [device for device, vendor, kind in _pci(host) if vendor == "0x10de" and kind.startswith("0x0680")]
     devices = host.root / "proc/driver/nvidia-nvswitch/devices"
     if not switches and not (devices.is_dir() and any(devices.iterdir())):

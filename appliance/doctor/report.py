@@ -18,6 +18,7 @@ from appliance.statefile import read_bounded
 
 _READ_LIMIT = 8 << 20
 _COMMAND_SECONDS = 15.0
+NOT_NEEDED = "not needed: backend cpu"  # what checks of NVIDIA parts find on a host without GPUs
 
 
 class Status(StrEnum):

@@ -28,7 +28,7 @@ from appliance.gateway.downstream import ClientConnection
 from appliance.gateway.engines import Engines
 from appliance.gateway.metrics import GatewayMetrics
 from appliance.gateway.service import Gateway
-from appliance.gateway.settings import Access, Refused, Settings
+from appliance.gateway.settings import Access, Refused, Settings, make_tls
 from appliance.gateway.sharing import Acceptor
 from appliance.log import ApplianceError, BusyError
 from engine.api.config import ApiConfig, tls_context
@@ -179,10 +179,7 @@ class Worker:
             GatewayMetrics(settings.slot, settings.gateway.metrics_buckets_seconds),
         )
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        try:
-            self._tls = tls_context(settings.api)
-        except EngineError as error:
-            raise Refused(error.message, hint=error.hint) from None
+        self._tls = make_tls(settings)
 
     async def run(
         self,

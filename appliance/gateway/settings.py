@@ -7,6 +7,7 @@ so only keys named with --keys can be changed by SIGHUP. TLS: tls-cert and tls-k
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +97,15 @@ def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> None:
     for slot in ("stable", "canary"):
         settings = make_settings(config, slot, paths, credentials=credentials)
         Access(settings)
-        try:
-            tls_context(settings.api)
-        except EngineError as error:
-            raise Refused(error.message, hint=error.hint) from None
+        make_tls(settings)
+
+
+def make_tls(settings: Settings) -> ssl.SSLContext | None:
+    """None for plain HTTP. Refused: a certificate or key that cannot be used."""
+    try:
+        return tls_context(settings.api)
+    except EngineError as error:
+        raise Refused(error.message, hint=error.hint) from None
 
 
 def _credential(directory: Path | None, name: str) -> Path | None:
