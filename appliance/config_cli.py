@@ -14,7 +14,7 @@ import msgspec
 
 from appliance.arguments import add_common, set_epilog
 from appliance.hostconfig import SECTIONS, HostConfig, allowed_values, description, load_config
-from appliance.log import ExitCode, emit_json
+from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
 from appliance.statefile import read_bounded
 
@@ -52,6 +52,8 @@ def _check(args: argparse.Namespace) -> int:
     path = args.file or paths.config
     config = load_config(path)
     credentials = args.credentials
+    if credentials is not None and not credentials.is_dir():
+        raise UsageError(f"{credentials} is no directory", hint="name the one with api-keys and tls-cert")
     if credentials is None and args.file is None and os.geteuid() == 0:
         credentials = paths.etc / "credentials"
     if credentials is not None:

@@ -264,3 +264,5 @@ def test_what_gateways_would_refuse_is_refused_before(
     )
     assert says is None or says in capsys.readouterr().err
     assert main(["config", "check", str(config)]) == 0
+    for wrong in (config, tmp_path / "missing"):  # nothing there to look at is no "ok"
+        assert main(["config", "check", str(config), "--credentials", str(wrong)]) == 2

@@ -45,13 +45,15 @@ def test_cancelled_timers_are_not_kept_until_their_time(loop: Loop) -> None:
 
 def test_a_child_is_reaped_once_with_its_status(loop: Loop) -> None:
     ended: list[int] = []
+    pids = []
     for script in ("raise SystemExit(7)", "import os; os.kill(os.getpid(), 15)"):
-        pid = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", script], {})
-        loop.watch_child(pid, ended.append)
+        pids.append(os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", script], {}))
+        loop.watch_child(pids[-1], ended.append)
     assert loop.run(until=lambda: len(ended) == 2, timeout=10)
     assert sorted(ended) == [-15, 7]
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    for pid in pids:  # and not -1: a worker of pytest may have children of other tests
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def test_signals_arrive_in_the_loop(loop: Loop) -> None:
