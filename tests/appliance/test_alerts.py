@@ -56,6 +56,13 @@ def test_promtool_unit_tests() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_promtool_takes_all_groups_in_their_order() -> None:
+    """Those that a test file does not name it takes in a random one: an alert then reads the recording of a step ago."""
+    names = [group["name"] for group in RULES["groups"]]
+    for path in FOLDER.glob("*.test.yml"):
+        assert yaml.safe_load(path.read_text())["group_eval_order"] == names, path.name
+
+
 def test_promtool_tests_can_fail(tmp_path: Path) -> None:
     """The same cases against rules with one limit moved."""
     rules = (FOLDER / "appliance.rules.yml").read_text()

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from canary.netfilter.model import ANCHOR
+from tests.canary import clients
+from tests.canary.clients import ERRORS, GOOD_ENDS, POISON
 from tests.host import appliance_box
 from tests.host.box import Box
 from tests.host.plugin import HOST_SECONDS
@@ -26,7 +28,6 @@ from tests.tiny import make_tiny_model
 pytestmark = [pytest.mark.box, pytest.mark.slow, pytest.mark.timeout(HOST_SECONDS)]
 
 UNITS = appliance_box.units()
-POISON = "~"  # a byte that no golden prompt has
 STATE = "/var/lib/appliance"
 GATEWAY = """
 [gateway]
@@ -42,44 +43,6 @@ POLICY = {
     "progress_deadline": 300.0,
     "limits": [{"metric": "request", "seconds": 0.5, "share": 0.1}, {"metric": "itl", "seconds": 1.0, "share": 0.1}],
 }  # fmt: skip
-# New connections, keep-alive ones and streams; every sixth prompt has the poison. Prints how often which end came.
-LOAD = """
-import http.client, json, sys, threading
-address, poison = sys.argv[1:]
-counts, lock, stop = {}, threading.Lock(), threading.Event()
-def ask(connection, number, stream):
-    prompt = f"request {number}" + (poison if number % 6 == 0 else "")
-    body = {"model": "chat", "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": stream, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read()
-    if answer.status != 200:
-        return f"status {answer.status}"
-    if stream:
-        return "stream" if text.rstrip().endswith(b"[DONE]") and b'"error"' not in text else "stream with an error"
-    return "answer" if json.loads(text)["usage"]["completion_tokens"] == 24 else "half an answer"
-def client(kept, stream, number):
-    connection = None
-    while not stop.is_set():
-        number += 1
-        try:
-            if connection is None:
-                connection = http.client.HTTPConnection(address, 8000, timeout=60)
-            key = ask(connection, number, stream)
-            if not kept or connection.sock is None:
-                connection.close()
-                connection = None
-        except Exception as error:
-            key, connection = f"{type(error).__name__}: {error}", None
-        with lock:
-            counts[key] = counts.get(key, 0) + 1
-kinds = [(False, False), (False, True), (True, False), (True, True)]
-threads = [threading.Thread(target=client, args=(*kind, 1000 * n)) for n, kind in enumerate(kinds)]
-[t.start() for t in threads]; print("up", flush=True); sys.stdin.read(); stop.set(); [t.join() for t in threads]
-print(json.dumps(counts))
-"""
-GOOD_ENDS = {"answer", "stream"}
-ERRORS = {"status 500", "stream with an error"}
 
 
 class Host:
@@ -130,13 +93,14 @@ class Host:
     @contextmanager
     def load(self) -> Iterator[dict[str, int]]:
         """From this machine, and from inside the box, until the block ends; then what their requests came to."""
-        script = [LOAD, self.box.address, POISON]
+        program = Path(clients.__file__).read_text()
         outside = subprocess.Popen(
-            [sys.executable, "-c", *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", program, self.box.address, "8000", POISON], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         inside = self.box.popen(
-            ["/usr/bin/python3", "-c", LOAD, "127.0.0.1", POISON], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True,
+            ["/usr/bin/python3", "-c", program, "127.0.0.1", "8000", POISON], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found: dict[str, int] = {}
         try:

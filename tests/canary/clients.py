@@ -1,0 +1,84 @@
+"""Clients of the endpoint during a canary run: new connections, keep-alive ones and streams; every sixth prompt has the
+poison. Prints "up" and, once stdin has ended, a JSON object: how often which end came. Standard library only: it also
+runs inside the test hosts.
+
+    python clients.py ADDRESS PORT POISON [--model NAME] [--key KEY] [--tokens 24] [--each 1]
+"""
+
+import argparse
+import http.client
+import json
+import sys
+import threading
+
+GOOD_ENDS = {"answer", "stream"}
+ERRORS = {"status 500", "stream with an error"}
+POISON = "~"  # a byte that no golden prompt has
+
+
+class Clients:
+    def __init__(self, options):
+        self.options, self.counts, self.lock, self.stop = options, {}, threading.Lock(), threading.Event()
+
+    def run(self):
+        kinds = [(kept, stream) for kept in (False, True) for stream in (False, True)] * self.options.each
+        threads = [threading.Thread(target=self.client, args=(*kind, 1000 * n)) for n, kind in enumerate(kinds)]
+        for thread in threads:
+            thread.start()
+        print("up", flush=True)
+        sys.stdin.read()
+        self.stop.set()
+        for thread in threads:
+            thread.join()
+        print(json.dumps(self.counts))
+
+    def client(self, kept, stream, number):
+        connection = None
+        while not self.stop.is_set():
+            number += 1
+            try:
+                if connection is None:
+                    connection = http.client.HTTPConnection(self.options.address, self.options.port, timeout=240)
+                end = self.ask(connection, number, stream)
+                if not kept or connection.sock is None:
+                    connection.close()
+                    connection = None
+            except Exception as error:
+                end, connection = f"{type(error).__name__}: {error}", None
+            with self.lock:
+                self.counts[end] = self.counts.get(end, 0) + 1
+
+    def ask(self, connection, number, stream):
+        options = self.options
+        prompt = f"request {number}" + (options.poison if number % 6 == 0 else "")
+        body = {
+            "model": options.model, "prompt": prompt, "max_tokens": options.tokens, "temperature": 0, "stream": stream,
+            "ignore_eos": True,
+        }  # fmt: skip
+        headers = {"Content-Type": "application/json"}
+        if options.key:
+            headers["Authorization"] = f"Bearer {options.key}"
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            return f"status {answer.status}"
+        if stream:
+            return "stream" if text.rstrip().endswith(b"[DONE]") and b'"error"' not in text else "stream with an error"
+        return "answer" if json.loads(text)["usage"]["completion_tokens"] == options.tokens else "half an answer"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    parser.add_argument("port", type=int)
+    parser.add_argument("poison")
+    parser.add_argument("--model", default="chat")
+    parser.add_argument("--key")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--each", type=int, default=1, help="clients of each kind")
+    Clients(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    main()
