@@ -57,7 +57,7 @@ def test_promtool_unit_tests() -> None:
 
 
 def test_promtool_takes_all_groups_in_their_order() -> None:
-    """Those that a test file does not name it takes in a random one: an alert then reads the recording of a step ago."""
+    """Those that a test file does not name it takes at random: alerts may read recordings of a step ago."""
     names = [group["name"] for group in RULES["groups"]]
     for path in FOLDER.glob("*.test.yml"):
         assert yaml.safe_load(path.read_text())["group_eval_order"] == names, path.name
