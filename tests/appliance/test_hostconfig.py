@@ -226,6 +226,30 @@ def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert main(["config", "check", str(tmp_path / "missing.toml")]) == 4
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine]\narguments = ['--threads', '2', '--kv-tokens=4096']\n[gpus]\nbackend = 'cpu'", None),
+        ("[engine]\narguments = ['--no-cuda-graphs']", None),
+        ("[engine]\narguments = ['--bogus']", "unrecognized arguments: --bogus"),
+        ("[engine]\narguments = ['--kv-tokens', 'many']", "argument --kv-tokens: 'many' is not a number"),
+        ("[engine]\narguments = ['--kv-tokens']", "argument --kv-tokens: expected one argument"),
+        ("[engine]\narguments = ['stray']", "unrecognized arguments: stray"),
+        ("[engine]\narguments = ['--help']", "prints a text and ends"),
+        ("[engine]\narguments = ['--threads', '2']", "num_threads is an option o"),  # of the other backend
+    ],
+)
+def test_check_asks_the_engine_about_its_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str | None
+) -> None:
+    file = tmp_path / "appliance.toml"
+    file.write_text(text)
+    assert main(["config", "check", str(file)]) == (0 if says is None else 4)
+    shown = capsys.readouterr()
+    if says is not None:
+        assert f"{file}: engine.arguments: " in shown.err and says in shown.err and "usage:" not in shown.err
+
+
 KEY_LINE = "# clients\n" + "0" * 64 + "  ops\n"
 
 
