@@ -123,7 +123,9 @@ class Gateway(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
     replay_timeout: Annotated[Seconds, _is("how long a begun stream may wait for an engine of its release")] = 300.0
     retries: Annotated[int, Meta(ge=0, le=10, description="further engines or attempts a request may get")] = 3
     drain_timeout: Annotated[Seconds, _is("what requests in flight get when the gateway stops")] = 60.0
-    admin_host: Annotated[str, _is("address of /metrics where the public listener is not loopback")] = "127.0.0.1"
+    admin_host: Annotated[
+        str, _is("address of /metrics where the public one is not loopback; beyond it keys are needed")
+    ] = "127.0.0.1"
     admin_port: Annotated[Port, _is("of /metrics; the canary's is the next one")] = 9600
     metrics_buckets_seconds: Annotated[list[Edge], _is("further histogram edges, for judged limits")] = []
 

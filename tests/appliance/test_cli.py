@@ -275,7 +275,7 @@ def test_serve_becomes_the_engine_with_the_same_options(source: Path, monkeypatc
     [
         (["--port", "99999"], "'99999' is no port", "`appliance serve --help`"),
         (["--port", "-1"], "'-1' is no port", "`appliance serve --help`"),
-        (["--", "--bogus"], "the engine refuses the options after --: unrecognized arguments: --bogus", "serve -- --help"),
+        (["--", "--bogus"], "options after --: unrecognized arguments: --bogus", "serve -- --help"),
         (["--", "--threads", "x"], "after --: argument --threads: 'x' is not a number", "serve -- --help"),
         (["--", "--port", "99999"], "after --: argument --port: '99999' is not a number", "serve -- --help"),
     ],
