@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +19,7 @@ from msgspec import Meta
 
 from appliance.log import ApplianceError, ExitCode
 from appliance.statefile import StateError, read_bounded
+from appliance.tomlfile import NotToml, parse_toml
 
 SCHEMA = 1
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)")
@@ -157,15 +157,15 @@ def load_config(path: Path) -> HostConfig:
 def parse_config(data: bytes, *, where: str) -> HostConfig:
     """The checked configuration in `data`; `where` is named in errors."""
     try:
-        table = tomllib.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise HostConfigError(
-            f"{where}: not TOML: {error}", hint="see toml.io; `appliance config check` reads it"
-        ) from None
-    if type(table.get("schema", SCHEMA)) is not int or table.get("schema", SCHEMA) != SCHEMA:
-        raise HostConfigError(
-            f"{where}: schema: {table['schema']!r} is not {SCHEMA}", hint="did a newer version write it?"
-        )
+        table = parse_toml(data, where)
+    except NotToml as error:
+        raise HostConfigError(error.message, hint=error.hint) from None
+    schema = table.get("schema", SCHEMA)
+    if type(schema) is not int or schema != SCHEMA:
+        newer = type(schema) is int and schema > SCHEMA
+        hint = f"this version reads schema {SCHEMA}"
+        hint += "; a newer one wrote the file" if newer else f": write schema = {SCHEMA}, or leave it out"
+        raise HostConfigError(f"{where}: schema: {schema!r} is not {SCHEMA}", hint=hint)
     _refuse_unknown_keys(table, where)
     try:
         config = msgspec.convert(table, HostConfig)

@@ -78,7 +78,7 @@ def problem(text: str | bytes) -> HostConfigError:
         ("[gpus]\ndevices = ['0']", "f: gpus.devices: '0' is no GPU UUID like GPU-5fd4f087-86f3-7a43-b711-4771313afc50"),
         ("schema = 2\nnew = 1", "f: schema: 2 is not 1"),
         ("schema = true", "f: schema: True is not 1"),
-        ("[gateway]\nport = 1\nport = 2", "f: not TOML: Cannot overwrite a value (at end of document)"),
+        ("[gateway]\nport = 1\nport = 2", "f: not TOML: Cannot overwrite a value at the end of the file"),
     ],
 )  # fmt: skip
 def test_errors_name_file_key_and_what_is_allowed(text: str, message: str) -> None:
@@ -230,6 +230,41 @@ def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert main(["config", "check", str(tmp_path / "bad.toml")]) == 4
     assert "gateway.prot: unknown key; did you mean port?" in capsys.readouterr().err
     assert main(["config", "check", str(tmp_path / "missing.toml")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "shown"),
+    [
+        (b"[gateway]\nport 8000\n", "line 2, column 6: Expected '='", "in: port 8000"),
+        (b"[gateway]\nhost = 0.0.0.0\n", "line 2, column 11: Expected newline", "in: host = 0.0.0.0"),
+        (b"[gateway\nport = 1\n", "line 1, column 9: Expected ']'", "in: [gateway"),
+        (b'[gateway]\nhost = "x\ny', "line 2, column 10: Illegal character", "in: host ="),
+        (b"\n\n\xff\xfe\x00x", "line 3 holds the byte 0xff, which is not UTF-8", "save it as UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_toml_says_where_and_what_toml_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, place: str, shown: str
+) -> None:
+    file = tmp_path / "appliance.toml"
+    file.write_bytes(data)
+    assert main(["config", "check", str(file)]) == 4
+    err = capsys.readouterr().err
+    assert f"{file}: not TOML: {place}" in err and shown in err
+    assert "config check" not in err and ("key = value" in err or "UTF-8" in err)
+
+
+@pytest.mark.parametrize(
+    ("schema", "hint"),
+    [
+        ("0", "this version reads schema 1: write schema = 1, or leave it out"),
+        ('"1"', "this version reads schema 1: write schema = 1, or leave it out"),
+        ("2", "this version reads schema 1; a newer one wrote the file"),
+    ],
+)
+def test_another_schema_says_which_one_this_version_reads(schema: str, hint: str) -> None:
+    with pytest.raises(HostConfigError) as caught:
+        parse_config(f"schema = {schema}".encode(), where="f")
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(
