@@ -43,6 +43,13 @@ def gpu_number(text: str) -> int:
     return int(text)
 
 
+def port_number(text: str) -> int:
+    """An argparse type: a TCP port, 0 to 65535."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, a number from 0 to 65535")
+    return int(text)
+
+
 def bound_gpus(numbers: Iterable[int], gpus_file: Path) -> list[int]:
     """`numbers` without repetitions, if all are bound in gpus.json; else UsageError that names those that are."""
     from appliance.gpus import read_slots

@@ -29,6 +29,7 @@ from appliance.statefile import read_bounded
 from appliance.status import read_status
 from appliance.version_cli import versions
 
+DIRECTORY = "var/tmp"  # as sos report: on a disk, there after a reboot, and not where the operator happens to stand
 MAX_PART_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 48 << 20
 _MAX_STATE_FILES = 200
@@ -39,6 +40,7 @@ EPILOG = """\
 Look into it before you send it: secrets are blotted out, but names of hosts, releases and users are not.
 exit codes: 0 written (report.json says which parts could not be had), 1 not written
 """
+_CHOOSE = "choose another place with --output"
 Part = tuple[str, Callable[[], bytes]]
 
 
@@ -49,12 +51,19 @@ class PartError(ApplianceError):
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     add_common(parser)
     set_epilog(parser, EPILOG)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: appliance-bug-report-TIME.tar.gz here")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="or a directory to put it into (default: /var/tmp/appliance-bug-report-TIME.tar.gz)",
+    )
 
 
 def run(args: argparse.Namespace, root: Path = Path("/"), run_command: command.Runner = command.run) -> int:
     paths = Paths.default()
-    output = args.output or Path(time.strftime("appliance-bug-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
+    output: Path = args.output or root / DIRECTORY
+    if output.is_dir():
+        output /= time.strftime("appliance-bug-report-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime())
     progress = Progress(quiet=args.json)
     try:
         summary = write_report(
@@ -78,7 +87,7 @@ def write_report(
     """Writes the archive (mode 0600, never over another file); what became of each part."""
     summary: list[dict[str, object]] = []
     total = 0
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _create(output)
     try:
         with open(fd, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="") as packed:
             with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -96,6 +105,23 @@ def write_report(
         output.unlink(missing_ok=True)
         raise
     return summary
+
+
+def _create(output: Path) -> int:
+    try:
+        return os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        parent = output.parent
+        raise ApplianceError(
+            f"cannot write {output}: there is no directory {parent}", hint=f"make it (mkdir -p {parent}), or {_CHOOSE}"
+        ) from None
+    except FileExistsError:
+        raise ApplianceError(f"{output} is there already", hint=f"remove it, or {_CHOOSE}") from None
+    except NotADirectoryError:
+        raise ApplianceError(f"cannot write {output}: {output.parent} is no directory", hint=_CHOOSE) from None
+    except PermissionError:
+        hint = f"run it as root, or {_CHOOSE}"
+        raise ApplianceError(f"cannot write {output}: permission denied", hint=hint) from None
 
 
 def _part(make: Callable[[], bytes], redactor: Redactor) -> tuple[bytes, str | None]:

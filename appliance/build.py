@@ -64,9 +64,17 @@ def package_source(package: Package) -> dict[str, Any]:
 
 
 def build_from_directory(
-    source: Path, names: Sequence[str], target: Path, model: str, *, link: bool, progress: Progress
+    source: Path,
+    names: Sequence[str],
+    target: Path,
+    model: str,
+    *,
+    link: bool,
+    origin: str | None = None,
+    progress: Progress,
 ) -> Manifest:
-    """Fills the empty directory `target` with copies of the files `names` of `source`, or with a link to `source`."""
+    """Fills the empty directory `target` with copies of the files `names` of `source`, or with a link to `source`.
+    `origin`: what the manifest says instead of `source`."""
     total = sum((source / name).stat().st_size for name in names)
     if link:
         (target / LINK_NAME).symlink_to(source, target_is_directory=True)
@@ -76,12 +84,12 @@ def build_from_directory(
         need_space(target, total, str(source))
         advance = meter(progress, "copying", total)
         files = {name: FileEntry(*copy_file(source / name, target / name, advance)) for name in names}
-    origin = {"kind": "directory", "path": str(source), "mode": "link" if link else "copy"}
-    taken = files_of(target, origin)
+    recorded = {"kind": "directory", "path": origin or str(source), "mode": "link" if link else "copy"}
+    taken = files_of(target, recorded)
     checkpoint = inspect(taken)  # what was taken, in case the source changed since the caller looked
     if sorted(names) != sorted(checkpoint.files):
         raise StoreError(f"{source} changed while it was being added", hint="try again when nothing writes to it")
-    return seal(target, new_manifest(model, origin, checkpoint, files))
+    return seal(target, new_manifest(model, recorded, checkpoint, files))
 
 
 def seal(target: Path, manifest: Manifest) -> Manifest:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from appliance.arguments import add_common, set_epilog
-from appliance.hostconfig import SECTIONS, HostConfig, allowed_values, description, load_config
+from appliance.hostconfig import SECTIONS, HostConfig, HostConfigError, allowed_values, description, load_config
 from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
 from appliance.statefile import read_bounded
@@ -51,6 +51,11 @@ def _check(args: argparse.Namespace) -> int:
     paths = Paths.default()
     path = args.file or paths.config
     config = load_config(path)
+    from appliance.engine_options import problem_of_host_arguments  # loads the engine's code, which `show` needs not
+
+    if problem := problem_of_host_arguments(config):
+        hint = "options of `python -m engine`, see its --help; most have a key of their own in [engine]"
+        raise HostConfigError(f"{path}: engine.arguments: no engine would start with them: {problem}", hint=hint)
     credentials = args.credentials
     if credentials is not None and not credentials.is_dir():
         raise UsageError(f"{credentials} is no directory", hint="name the one with api-keys and tls-cert")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -60,7 +61,9 @@ class SocketClient:
     def _exchange(self, request: bytes, deadline: float) -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
             self._connect(sock, deadline)
-            sock.sendall(request)
+            # Who refuses at once (too busy) answers and closes without reading: its words are there to be read.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(request)
             reply = bytearray()
             while not reply.endswith(b"\n"):
                 left = deadline - time.monotonic()

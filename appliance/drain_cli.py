@@ -29,8 +29,15 @@ EPILOG = """\
 examples:
   appliance drain 3 --reason "replace fan" --wait     GPU 3: no new requests; returns when it has none in flight
   appliance drain --all --reason "kernel upgrade" --wait
-  appliance undrain 3
+`appliance undrain` takes it back.
 exit codes: 0 done, 1 failed, 2 usage, 3 the wait timed out (the drain stays)
+"""
+UNDRAIN_EPILOG = """\
+examples:
+  appliance undrain 3 --wait     GPU 3 takes requests again; returns when its engines are ready
+  appliance undrain --all        load balancers may come back: /readyz answers 200 again
+Only the operator's own drain is taken away: what the watchdog or a release holds stays held, and is named.
+exit codes: 0 done, 1 failed, 2 usage, 3 the wait timed out (it goes on)
 """
 
 
@@ -41,15 +48,17 @@ class DrainTimeout(ApplianceError):
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    drain = parser.prog.endswith(" drain")
     add_common(parser)
-    set_epilog(parser, EPILOG)
+    set_epilog(parser, EPILOG if drain else UNDRAIN_EPILOG)
     parser.add_argument("gpus", metavar="GPU", nargs="*", type=gpu_number, help="slot numbers")
     parser.add_argument("--all", action="store_true", help="the host, for load balancers; GPUs keep their own state")
-    parser.add_argument("--wait", action="store_true", help="return when it is done")
+    wait = "return when nothing is in flight any more" if drain else "GPUs: return when their engines are ready again"
+    parser.add_argument("--wait", action="store_true", help=wait)
     parser.add_argument(
         "--timeout", type=seconds(0, 86_400), default=600.0, metavar="SECONDS", help="of --wait (%(default)g)"
     )
-    if parser.prog.endswith(" drain"):
+    if drain:
         parser.add_argument(
             "--settle",
             type=seconds(0, 3600),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +19,7 @@ from msgspec import Meta
 
 from appliance.log import ApplianceError, ExitCode
 from appliance.statefile import StateError, read_bounded
+from appliance.tomlfile import NotToml, parse_toml
 
 SCHEMA = 1
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)")
@@ -123,7 +123,9 @@ class Gateway(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
     replay_timeout: Annotated[Seconds, _is("how long a begun stream may wait for an engine of its release")] = 300.0
     retries: Annotated[int, Meta(ge=0, le=10, description="further engines or attempts a request may get")] = 3
     drain_timeout: Annotated[Seconds, _is("what requests in flight get when the gateway stops")] = 60.0
-    admin_host: Annotated[str, _is("address of /metrics where the public listener is not loopback")] = "127.0.0.1"
+    admin_host: Annotated[
+        str, _is("address of /metrics where the public one is not loopback; beyond it keys are needed")
+    ] = "127.0.0.1"
     admin_port: Annotated[Port, _is("of /metrics; the canary's is the next one")] = 9600
     metrics_buckets_seconds: Annotated[list[Edge], _is("further histogram edges, for judged limits")] = []
 
@@ -155,15 +157,15 @@ def load_config(path: Path) -> HostConfig:
 def parse_config(data: bytes, *, where: str) -> HostConfig:
     """The checked configuration in `data`; `where` is named in errors."""
     try:
-        table = tomllib.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise HostConfigError(
-            f"{where}: not TOML: {error}", hint="see toml.io; `appliance config check` reads it"
-        ) from None
-    if type(table.get("schema", SCHEMA)) is not int or table.get("schema", SCHEMA) != SCHEMA:
-        raise HostConfigError(
-            f"{where}: schema: {table['schema']!r} is not {SCHEMA}", hint="did a newer version write it?"
-        )
+        table = parse_toml(data, where)
+    except NotToml as error:
+        raise HostConfigError(error.message, hint=error.hint) from None
+    schema = table.get("schema", SCHEMA)
+    if type(schema) is not int or schema != SCHEMA:
+        newer = type(schema) is int and schema > SCHEMA
+        hint = f"this version reads schema {SCHEMA}"
+        hint += "; a newer one wrote the file" if newer else f": write schema = {SCHEMA}, or leave it out"
+        raise HostConfigError(f"{where}: schema: {schema!r} is not {SCHEMA}", hint=hint)
     _refuse_unknown_keys(table, where)
     try:
         config = msgspec.convert(table, HostConfig)

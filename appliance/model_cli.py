@@ -60,6 +60,9 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     how.add_argument(
         "--link", action="store_true", default=False, help="link to the directory, which must stay as it is"
     )
+    add.add_argument(
+        "--origin", metavar="TEXT", help="what `list` shows as its source, where DIR is only a stop on the way"
+    )
     add.add_argument("--replace", action="store_true", help="replace a model of the same name, in one step")
     verb("list", "show the models of the store")
     verify = verb("verify", "recompute the digests; reports every bad, missing or extra file")
@@ -95,7 +98,9 @@ def _pull(store: ModelStore, args: argparse.Namespace) -> int:
 
 
 def _add(store: ModelStore, args: argparse.Namespace) -> int:
-    manifest = store.add(args.directory, args.name, link=args.link, replace=args.replace)
+    if args.link and args.origin is not None:
+        raise UsageError("--origin does not go with --link", hint="the source of a linked model is its directory")
+    manifest = store.add(args.directory, args.name, link=args.link, replace=args.replace, origin=args.origin)
     return _report(store, manifest, args.json, "linked" if args.link else "added", True)
 
 

@@ -126,9 +126,18 @@ class ModelStore:
                 publish_dir(target, self._directory(name))
                 return manifest, True
 
-    def add(self, directory: Path, name: str | None = None, *, link: bool = False, replace: bool = False) -> Manifest:
+    def add(
+        self,
+        directory: Path,
+        name: str | None = None,
+        *,
+        link: bool = False,
+        replace: bool = False,
+        origin: str | None = None,
+    ) -> Manifest:
         """Takes a Hugging Face style directory into the store: by copy (default), or by a link to it with `link`.
-        The source is only read. `name` defaults to the directory's, in lower case."""
+        The source is only read. `name` defaults to the directory's, in lower case. `origin`: of a copy, where it came
+        from if not from there."""
         source = directory.absolute()
         with explain_os_errors("cannot read the source"):
             if not source.is_dir():
@@ -144,7 +153,9 @@ class ModelStore:
             with explain_os_errors(f"cannot add {directory}"):
                 target = area / "model"
                 target.mkdir(mode=0o755)
-                manifest = build_from_directory(source, names, target, name, link=link, progress=self.progress)
+                manifest = build_from_directory(
+                    source, names, target, name, link=link, origin=origin, progress=self.progress
+                )
                 publish_dir(target, self._directory(name))
                 return manifest
 

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import argparse
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import msgspec
 from appliance import __version__
 from appliance.build import meter
 from appliance.checkpoint import is_relevant
+from appliance.engine_options import parse_engine_options
 from appliance.fsutil import (
     StoreError,
     can_share,
@@ -56,7 +56,7 @@ _HOST_OPTIONS = (
     "tls_key", "memory_fraction", "gpu_memory_fraction", "device", "step_ring", "request_timeout", "drain_timeout",
     "log_prompts", "allow_fault_injection",
 )  # fmt: skip
-"""Options of the engine that the host decides, not a release (names as in engine.serve.parse_arguments)."""
+"""Options of the engine that the host decides, not a release (names as in engine/options.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +190,11 @@ def check_engine_options(options: ReleaseOptions, model_dir: Path, backend: str)
         raise ReleaseRefused(f"the engine refuses these options: {error.message}", hint=error.hint) from error
 
 
-def _parse(arguments: list[str]) -> Any:
-    from engine.serve import parse_arguments
-
-    said = io.StringIO()
+def _parse(arguments: list[str]) -> argparse.Namespace:
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return parse_arguments(arguments)
-    except SystemExit:
-        message = said.getvalue().rpartition("error: ")[2].strip().splitlines()[0] or "refused"
-        if "error: " not in said.getvalue():
-            message = "one of them prints a text and ends"
-        raise UsageError(f"the engine refuses these options: {message}", hint="see `python -m engine --help`") from None
+        return parse_engine_options(arguments)
+    except UsageError as error:
+        raise UsageError(f"the engine refuses these options: {error.message}", hint=error.hint) from None
 
 
 def same_as(paths: Paths, release: Release, wanted: Request, models: ModelStore) -> str | None:

@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from appliance.log import Progress
+from appliance.arguments import port_number
+from appliance.engine_options import PRINTS, parse_engine_options
+from appliance.log import Progress, UsageError
 from appliance.models import ModelStore
 from engine.spawn import python_env, python_module
 
@@ -16,16 +18,29 @@ def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser)
     parser.add_argument("--model", default="smollm2", help="a model of the store, or a directory")
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=port_number, default=8000, help="0 to 65535; 0: any free one, see the log")
     parser.add_argument("engine_options", nargs="*", help="after --: options of `python -m engine`, see its --help")
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_options(args.engine_options)  # before a model is fetched for them
     command = engine_command(
         args.model, backend=args.backend, host=args.host, port=args.port, extra=tuple(args.engine_options)
     )
     sys.stdout.flush()
     os.execve(command[0], command, python_env())  # one process less between the operator's signals and the engine
+
+
+def _check_options(options: list[str]) -> None:
+    """UsageError for options after -- that the engine does not take. --help and --version are its own to answer."""
+    try:
+        parse_engine_options(["--model-dir", "-", *options])
+    except UsageError as error:
+        if error.message != PRINTS:
+            raise UsageError(
+                f"the engine refuses the options after --: {error.message}",
+                hint="`appliance serve -- --help` shows those of the engine, `appliance serve --help` its own",
+            ) from None
 
 
 def engine_command(model: str, *, backend: str, host: str, port: int, extra: tuple[str, ...] = ()) -> list[str]:

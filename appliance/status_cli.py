@@ -15,7 +15,8 @@ from appliance.status import Document, read_status
 from appliance.terminal import age, binary_bytes, cut, mark, table, width_of
 
 EPILOG = """\
-exit codes: 0 everything serves; 1 something is down, held or drained (the last lines say what)
+exit codes: 0 everything serves; 1 something is down, held or drained (the last lines say what); --watch: 0
+--watch draws in place on a terminal; piped it appends a screen, or with --json a document, each time.
 JSON: {"schema": 1, "ok", "problems": [...], "host": {"drain"}, "slots": {"stable", "canary"}, "gpus": [...],
 "gateways": [...]}; keys are only ever added, null is unknown, times are UTC seconds, sizes are bytes.
 """
@@ -31,26 +32,37 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.watch and not args.json and sys.stdout.isatty():
-        _watch(args.watch)
+    if args.watch:
+        return _watch(args.watch, as_json=args.json)
     document = read_status(Paths.default())
-    if args.json:
-        emit_json(document)
-    else:
-        print("\n".join(screen(document, sys.stdout)))
+    _print(document, as_json=args.json)
     return ExitCode.DONE if document["ok"] else ExitCode.FAILED
 
 
-def _watch(seconds: float) -> None:
-    """Redraws until interrupted (then the last state decides the exit code)."""
+def _print(document: Document, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(document)
+    else:
+        print("\n".join(screen(document, sys.stdout)))
+
+
+def _watch(seconds: float, *, as_json: bool) -> int:
+    """Until interrupted, which is how it ends and no error. On a terminal in place; elsewhere one after the other."""
+    in_place = sys.stdout.isatty() and not as_json
     try:
         while True:
-            lines = list(screen(read_status(Paths.default()), sys.stdout))
-            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(lines) + "\n")
+            document = read_status(Paths.default())
+            if in_place:
+                sys.stdout.write("\x1b[H\x1b[2J")
+            elif not as_json:
+                print(time.strftime("--- %Y-%m-%d %H:%M:%S UTC", time.gmtime(document["ts"])))
+            _print(document, as_json=as_json)
             sys.stdout.flush()
             time.sleep(seconds)
     except KeyboardInterrupt:
-        sys.stdout.write("\n")
+        if in_place:
+            sys.stdout.write("\n")
+        return ExitCode.DONE
 
 
 def screen(document: Document, out: IO[str]) -> Iterator[str]:

@@ -13,7 +13,6 @@ exec = ["/usr/local/bin/ask-oncall"]
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import msgspec
 
 from appliance.log import ApplianceError, ExitCode, UsageError
 from appliance.statefile import read_bounded
+from appliance.tomlfile import NotToml, parse_toml
 from canary.hooks import check_hook
 from canary.run import Hook
 from canary.types import Policy
@@ -42,13 +42,13 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 def load_settings(path: Path) -> Settings:
     """The defaults where there is no such file."""
     try:
-        table = tomllib.loads(read_bounded(path, _MAX_BYTES).decode("utf-8-sig"))
+        table = parse_toml(read_bounded(path, _MAX_BYTES), str(path))
     except FileNotFoundError:
         return Settings()
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not TOML: {error}", hint="see toml.io") from None
+    except NotToml as error:
+        raise SettingsError(error.message, hint=error.hint) from None
     try:
         settings = msgspec.convert(table, Settings)
     except msgspec.ValidationError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from appliance.log import ExitCode, UsageError, emit_json, printable
 from appliance.paths import Paths
 from appliance.statefile import read_bounded
 from appliance.terminal import mark
+from appliance.tomlfile import NotToml, parse_toml
 from canary.arguments import duration, limit, run_id, share, steps
 from canary.asking import Document, ask, wait_over
 from canary.client import ControllerError
@@ -149,10 +149,10 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
 
 def _policy_file(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(read_bounded(path, 256 << 10).decode("utf-8-sig"))
+        table = parse_toml(read_bounded(path, 256 << 10), str(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None
+    except NotToml as error:
+        raise UsageError(error.message, hint=error.hint) from None
     inner = table.get("policy", table)
     return inner if isinstance(inner, dict) else table

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from appliance.statefile import StateError, read_bounded
+from appliance.tomlfile import NotToml, parse_toml
 from healthcheck.machine_types import Needs
 from healthcheck.policy_types import (
     KEY,
@@ -114,9 +114,9 @@ _SECTIONS: dict[str, type[Table]] = {
 
 def _build(data: bytes, where: str, base: Policy | None) -> Policy:
     try:
-        table = tomllib.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{where} is not TOML: {error}", hint="`healthcheck policy check` tests it") from None
+        table = parse_toml(data, where)
+    except NotToml as error:
+        raise PolicyError(error.message, hint=error.hint) from None
     schema = table.pop("schema", None)
     if schema != SCHEMA or type(schema) is not int:
         raise PolicyError(f"{where}: schema {schema!r}, this version reads {SCHEMA}", hint=f"write schema = {SCHEMA}")

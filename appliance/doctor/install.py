@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from appliance.certificate import ends_soon
 from appliance.doctor.report import Check, Finding, Host, degraded, failed, ok, unknown
 from appliance.gpus import read_slots
 from appliance.hostconfig import HostConfig, load_config
@@ -56,13 +59,30 @@ def _unit(name: str, state: dict[str, str]) -> Finding | None:
 
 
 def config(host: Host) -> Finding:
-    loaded = load_config(host.paths.config)  # its error is the finding
-    if loaded.gateway.auth == "none" and not ipaddress.ip_address(loaded.gateway.host).is_loopback:
-        return degraded(
-            f"{loaded.gateway.host}:{loaded.gateway.port} answers everybody (auth = none)",
-            "keys in the credentials and auth = keys, unless a proxy in front checks them",
-        )
+    gateway = load_config(host.paths.config).gateway  # its error is the finding
+    for address, port in ((gateway.host, gateway.port), (gateway.canary_host, gateway.canary_port)):
+        if gateway.auth == "none" and not ipaddress.ip_address(address).is_loopback:
+            return degraded(
+                f"{address}:{port} answers everybody (auth = none)",
+                "keys in the credentials and auth = keys, unless a proxy in front checks them",
+            )
     return ok(f"{host.paths.config} is valid")
+
+
+def credentials(host: Host) -> Finding:
+    """API keys and certificate, as the gateways would take them at their next start, and as clients see them now."""
+    from appliance.gateway.settings import check_servable  # for this check alone
+
+    if host.config is None:
+        return unknown("appliance.toml cannot be used, so what it needs is not known")
+    directory = host.paths.etc / "credentials"
+    if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
+        return unknown(f"{directory} cannot be read", "run it as root")
+    certificates = check_servable(host.config, host.paths, directory)  # its error is the finding
+    soon = ends_soon(certificates, time.time()) if certificates else None
+    if soon:
+        return degraded(f"TLS certificate: {soon}", "renew it, then `systemctl reload 'appliance-gateway@*'`")
+    return ok("gateways can start with the keys and the certificate there")
 
 
 def state_files(host: Host) -> list[Finding]:
@@ -174,6 +194,7 @@ CHECKS: dict[str, Check] = {
     "code": code,
     "user": user,
     "config": config,
+    "credentials": credentials,
     "units": units,
     "state": state_files,
     "ports": ports,

@@ -76,7 +76,7 @@ async def serve(settings: Settings) -> int:
     notifier = Notifier()
     worker = Worker(settings)
     with public_socket(settings) as listener:
-        async with admin_listeners(settings, worker.gateway):
+        async with admin_listeners(worker):
             watching: list[asyncio.Task[None]] = []
 
             def ready() -> None:

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import stat
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,11 +26,11 @@ from appliance.gateway import probes
 from appliance.gateway.downstream import ClientConnection
 from appliance.gateway.engines import Engines
 from appliance.gateway.metrics import GatewayMetrics
-from appliance.gateway.service import Gateway
-from appliance.gateway.settings import Access, Refused, Settings, make_tls
+from appliance.gateway.service import Gateway, no_valid_key
+from appliance.gateway.settings import Access, Refused, Settings, look_at_certificate, make_tls
 from appliance.gateway.sharing import Acceptor
 from appliance.log import ApplianceError, BusyError
-from engine.api.config import ApiConfig, tls_context
+from engine.api.config import ApiConfig, load_certificate, tls_context
 from engine.api.connection import Connection, check_library
 from engine.api.errors import ApiError
 from engine.errors import EngineError
@@ -47,7 +46,7 @@ _FLUSH_SECONDS = 2.0  # for the last error events to reach their clients
 
 def public_socket(settings: Settings) -> socket.socket:
     """The bound public listener, shared by the workers. BusyError where somebody else has it."""
-    return _tcp_socket(settings.host, settings.port)
+    return _tcp_socket(settings.host, settings.port, settings.host_key)
 
 
 def shown(listener: socket.socket) -> str:
@@ -56,7 +55,7 @@ def shown(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _tcp_socket(host: str, port: int) -> socket.socket:
+def _tcp_socket(host: str, port: int, key: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,7 +67,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
         message = f"cannot listen on {host}:{port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
             raise BusyError(message, hint="another program has this port: `ss -ltnp` shows it") from None
-        raise Refused(message, hint="is this an address of this host, and may this user bind the port?") from None
+        raise Refused(message, hint=f"{key}: is this an address of this host, and may it bind the port?") from None
     return sock
 
 
@@ -111,6 +110,8 @@ def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
                 return probes.json_response(await gateway.describe())
             if path == "/counts" and not only_metrics:
                 return probes.json_response(await gateway.count())
+            if path == "/metrics" and only_metrics and not _may_see_metrics(gateway, request):
+                raise no_valid_key()
             if path in probes.own_routes and not (only_metrics and path == "/health"):
                 return await probes.own_routes[path](gateway, request, None)
             raise ApiError(404, "there is /metrics, /livez, /readyz, on the Unix socket also /state, /counts, /health")
@@ -118,6 +119,14 @@ def admin_handler(gateway: Gateway, *, only_metrics: bool) -> Admin:
             return error.response()
 
     return handle
+
+
+def _may_see_metrics(gateway: Gateway, request: web.BaseRequest) -> bool:
+    """Beyond loopback only who holds a key, as everywhere else; names of releases, GPUs and clients are in there."""
+    access = gateway.access
+    if not gateway.settings.admin_exposed or access.open:
+        return True
+    return access.label(request.headers.get("Authorization")) is not None
 
 
 @dataclass
@@ -147,19 +156,22 @@ def _admin_connections(server: web.Server, side: AdminSide) -> Callable[[], Conn
 
 
 @contextlib.asynccontextmanager
-async def admin_listeners(settings: Settings, gateway: Gateway) -> AsyncIterator[None]:
+async def admin_listeners(worker: Worker) -> AsyncIterator[None]:
     """The Unix socket, and where the public listener is not loopback an address for /metrics."""
+    settings, gateway = worker.settings, worker.gateway
     path = settings.paths.gateway_socket(settings.slot)
     listeners = [(unix_socket(path), False)]
     loop = asyncio.get_running_loop()
     opened: list[tuple[asyncio.Server, web.Server]] = []
     try:
         if not settings.public_metrics:
-            listeners.append((_tcp_socket(settings.gateway.admin_host, settings.admin_port), True))
+            admin = _tcp_socket(settings.gateway.admin_host, settings.admin_port, "gateway.admin_host")
+            listeners.append((admin, True))
         for sock, only_metrics in listeners:
             server = web.Server(admin_handler(gateway, only_metrics=only_metrics), access_log=None)
             factory = _admin_connections(server, AdminSide(settings.api, gateway.metrics))
-            opened.append((await loop.create_server(factory, sock=sock, backlog=BACKLOG), server))
+            tls = worker.tls if only_metrics and settings.admin_exposed else None
+            opened.append((await loop.create_server(factory, sock=sock, backlog=BACKLOG, ssl=tls), server))
         yield
     finally:
         for listener, server in opened:
@@ -181,7 +193,8 @@ class Worker:
             GatewayMetrics(settings.slot, settings.gateway.metrics_buckets_seconds),
         )
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        self._tls = make_tls(settings)
+        self.tls = make_tls(settings)
+        self._warn_of_certificate()
 
     async def run(
         self,
@@ -218,13 +231,13 @@ class Worker:
     async def _accept(self, server: web.Server, listener: socket.socket) -> asyncio.Server | Acceptor:
         handshake = self.settings.api.timeouts.header
         if (load := self.gateway.engines.load) is not None:  # the listener is shared
-            return Acceptor(listener, lambda: self._connection(server), self._tls, handshake, load)
+            return Acceptor(listener, lambda: self._connection(server), self.tls, handshake, load)
         return await asyncio.get_running_loop().create_server(
             lambda: self._connection(server),
             sock=listener,
             backlog=BACKLOG,  # asyncio listens again, else with 100
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake if self._tls is not None else None,
+            ssl=self.tls,
+            ssl_handshake_timeout=handshake if self.tls is not None else None,
         )
 
     def _connection(self, server: web.Server) -> ClientConnection:
@@ -273,7 +286,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         for number in numbers:
-            loop.add_signal_handler(number, self.leave if number != signal.SIGHUP else self._reload_aside)
+            loop.add_signal_handler(number, self.leave if number != signal.SIGHUP else self.reload_aside)
         try:
             yield
         finally:
@@ -284,7 +297,7 @@ class Worker:
     def leave(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
-    def _reload_aside(self) -> None:
+    def reload_aside(self) -> None:
         """In a thread, which may hang on a dead file server without holding up requests."""
         threading.Thread(target=self.reload, name="reload", daemon=True).start()
 
@@ -296,14 +309,20 @@ class Worker:
             log_event(logger, logging.INFO, "keys_reloaded", count=len(self.gateway.access.keys))
         except EngineError as error:
             log_event(logger, logging.ERROR, "keys_not_reloaded", f"{error.message} ({error.hint})")
-        if self._tls is None or api.tls_cert is None:
+        if self.tls is None or api.tls_cert is None or api.tls_key is None:
             return
         try:
             tls_context(api)  # first in a context of its own: half a change would break the one in use
-            self._tls.load_cert_chain(api.tls_cert, api.tls_key)
+            load_certificate(self.tls, api.tls_cert, api.tls_key)
             log_event(logger, logging.INFO, "certificate_reloaded")
-        except (EngineError, OSError, ssl.SSLError) as error:
-            log_event(logger, logging.ERROR, "certificate_not_reloaded", str(error))
+        except EngineError as error:
+            log_event(logger, logging.ERROR, "certificate_not_reloaded", f"{error.message} ({error.hint})")
+        self._warn_of_certificate()
+
+    def _warn_of_certificate(self) -> None:
+        """One that clients refuse is served all the same: they may be told not to look, and no answer is no better."""
+        if problem := look_at_certificate(self.settings, self.tls)[1]:
+            log_event(logger, logging.ERROR, "certificate_refused_by_clients", problem)
 
 
 def report(error: ApplianceError | EngineError) -> int:

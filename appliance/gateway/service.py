@@ -25,7 +25,6 @@ from appliance.gateway.probes import gauges, own_routes, render_all, state
 from appliance.gateway.relay import Relay
 from appliance.gateway.routes import Target, find
 from appliance.gateway.stream import shutting_down
-from engine.api.auth import bearer
 from engine.api.errors import SERVER, ApiError, bad_request, unavailable
 from engine.api.service import CONTEXT
 from engine.log import log_event
@@ -249,14 +248,10 @@ class Gateway:
             raise ApiError(
                 403, "this host name is not served without keys; use an address, or configure keys", code="host"
             )
-        token = bearer(request.headers.get("Authorization"))
-        call.key_label = access.keys.match(token) if token is not None and not access.open else None
+        call.key_label = None if access.open else access.label(request.headers.get("Authorization"))
         call.trusted = access.open or call.key_label is not None
         if not call.trusted and not target.open:
-            raise ApiError(
-                401, "give a valid API key in 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            raise no_valid_key()
 
     def _account(self, request: web.BaseRequest, call: Call, target: Target, status: int) -> None:
         """The metrics and the log line of one finished request."""
@@ -314,6 +309,13 @@ class Gateway:
         if self.engines.draining is not None:
             return "draining", f"this host is drained: {self.engines.draining}"
         return self.engines.not_ready()
+
+
+def no_valid_key() -> ApiError:
+    return ApiError(
+        401, "give a valid API key in 'Authorization: Bearer KEY'", code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )  # fmt: skip
 
 
 def _error_class(status: int, code: str | None) -> str | None:

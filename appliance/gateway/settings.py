@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.certificate import CertificateError, Validity, problem_of_dates, validities
 from appliance.hostconfig import Gateway, HostConfig
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
-from engine.api.auth import KeyStore
-from engine.api.config import ApiConfig, Limits, Timeouts, check_bind, is_loopback, tls_context
+from appliance.statefile import StateError, read_bounded
+from engine.api.auth import KeyStore, bearer
+from engine.api.config import ApiConfig, Limits, Timeouts, is_loopback, tls_context
 from engine.errors import EngineError
 
 MIN_BUFFERED_BYTES = 64 << 20
+_MAX_CREDENTIAL_BYTES = 1 << 20  # systemd takes no more
+_CREDENTIAL_HINT = "it must be a regular file in PEM, of root, mode 0600"
 SPARE_CONNECTIONS = 1024  # beyond max_in_flight: idle ones, and those that are told 429
 
 
@@ -46,6 +51,16 @@ class Settings:
     @property
     def public_metrics(self) -> bool:
         return is_loopback(self.host)
+
+    @property
+    def admin_exposed(self) -> bool:
+        """/metrics can be reached from outside: then its listener asks for a key, and has TLS as the public one."""
+        return not is_loopback(self.gateway.admin_host)
+
+    @property
+    def host_key(self) -> str:
+        """The key of appliance.toml that `host` is from."""
+        return "gateway.canary_host" if self.slot == "canary" else "gateway.host"
 
 
 def make_settings(
@@ -91,13 +106,17 @@ def make_settings(
     )
 
 
-def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> None:
+def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> list[Validity]:
     """Refused, as the gateways would refuse it at their start: beyond loopback without keys, TLS without a certificate
-    that can be used."""
+    that can be used. Also for one that clients refuse today, which a gateway serves all the same (a restart must not
+    make it worse). How long the certificates are valid; empty without TLS."""
     for slot in ("stable", "canary"):
         settings = make_settings(config, slot, paths, credentials=credentials)
         Access(settings)
-        make_tls(settings)
+    found, problem = look_at_certificate(settings, make_tls(settings))
+    if problem:
+        raise Refused(problem, hint="clients refuse it: put a valid one there and reload the gateways")
+    return found
 
 
 def make_tls(settings: Settings) -> ssl.SSLContext | None:
@@ -108,13 +127,39 @@ def make_tls(settings: Settings) -> ssl.SSLContext | None:
         raise Refused(error.message, hint=error.hint) from None
 
 
+def look_at_certificate(settings: Settings, tls: ssl.SSLContext | None) -> tuple[list[Validity], str | None]:
+    """(validities, why clients would refuse it now); ([], None) for plain HTTP."""
+    path = settings.api.tls_cert
+    if tls is None or path is None:
+        return [], None
+    try:
+        found = validities(tls, path)
+    except (CertificateError, OSError) as error:
+        return [], f"the TLS certificate {path} cannot be used: {error}"
+    problem = problem_of_dates(found, time.time())
+    return found, problem and f"the TLS certificate {path}: {problem}"
+
+
 def _credential(directory: Path | None, name: str) -> Path | None:
-    return directory / name if directory is not None and (directory / name).exists() else None
+    path = directory and directory / name
+    try:
+        return path if path and path.stat() else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Refused(f"cannot read {path}: {error.strerror}", hint=_CREDENTIAL_HINT) from None
 
 
 def _filled(path: Path | None) -> bool:
     """The unit puts an empty line where the admin gave no file."""
-    return path is not None and bool(path.read_bytes().strip())
+    if path is None:
+        return False
+    try:
+        return bool(read_bounded(path, _MAX_CREDENTIAL_BYTES).strip())
+    except StateError as error:
+        raise Refused(error.message, hint=_CREDENTIAL_HINT) from None
+    except OSError as error:
+        raise Refused(f"cannot read {path}: {error.strerror}", hint=_CREDENTIAL_HINT) from None
 
 
 class Access:
@@ -122,26 +167,32 @@ class Access:
     without any it is open, on loopback only."""
 
     def __init__(self, settings: Settings) -> None:
-        self._auth = settings.gateway.auth
+        self._auth, file = settings.gateway.auth, settings.api.key_file
         try:
-            self.keys = KeyStore(settings.api.key_file)
-            empty = self._auth == "auto" and not len(self.keys)
-            if not is_loopback(settings.host) and empty:
-                raise Refused(
-                    f"refusing to bind {settings.host} without API keys: anyone who reaches this host could use it",
-                    hint='add keys (see README), set gateway.host = "127.0.0.1", or gateway.auth = "none"',
-                )
-            check_bind(settings.api, settings.host)
-            if self._auth == "keys" and not len(self.keys):
-                raise Refused(f"there is no key in {settings.api.key_file}", hint='add one, or auth = "auto"')
+            self.keys = KeyStore(file)
         except EngineError as error:
             raise Refused(error.message, hint=error.hint) from None
         self._seen = bool(len(self.keys))
+        add = f"""add a key to {settings.paths.etc}/credentials/api-keys (printf %s "$KEY" | sha256sum)"""
+        for key, host in ((settings.host_key, settings.host), ("gateway.admin_host", settings.gateway.admin_host)):
+            if self.open and self._auth == "auto" and not is_loopback(host):
+                raise Refused(
+                    f"refusing to bind {host} without API keys ({key}): anyone who reaches this host could use it",
+                    hint=f'{add}, set {key} = "127.0.0.1", or gateway.auth = "none"',
+                )
+        if self._auth == "keys" and not self._seen:
+            where = f" in {file}" if file else ""
+            raise Refused(f'gateway.auth is "keys", but there is no API key{where}', hint=f'{add}, or auth = "auto"')
 
     @property
     def open(self) -> bool:
         """No key is asked for."""
         return self._auth == "none" or (self._auth == "auto" and not self._seen)
+
+    def label(self, authorization: str | None) -> str | None:
+        """Of the key in an Authorization header; None where it holds none of ours."""
+        token = bearer(authorization)
+        return self.keys.match(token) if token is not None else None
 
     @property
     def any_host(self) -> bool:

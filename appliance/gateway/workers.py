@@ -193,8 +193,8 @@ class Supervisor:
 
     def __init__(self, settings: Settings, argv: Sequence[str], listener: socket.socket) -> None:
         self.settings, self._argv, self._listener = settings, argv, listener
-        self._worker = Worker(settings)  # also checks keys and certificate before anything is started
-        self.gateway = self._worker.gateway
+        self.worker = Worker(settings)  # also checks keys and certificate before anything is started
+        self.gateway = self.worker.gateway
         self.gateway.gather, self.gateway.describe_workers = self.metrics, self.describe
         self.gateway.count_workers = self.count
         self._children: list[Child] = []
@@ -212,7 +212,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._forward, number)
         try:
             tasks += [loop.create_task(self._announce()), loop.create_task(self._ping())]
-            stopping = loop.create_task(self._worker.stop.wait())
+            stopping = loop.create_task(self.worker.stop.wait())
             await asyncio.wait((stopping, *tasks, *keepers), return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():  # none of the others ends by itself
                 broken = [task.exception() for task in (*tasks, *keepers) if task.done()]
@@ -234,7 +234,9 @@ class Supervisor:
 
     def _forward(self, number: signal.Signals) -> None:
         if number != signal.SIGHUP:
-            self._worker.leave()
+            self.worker.leave()
+        else:
+            self.worker.reload_aside()  # the listener for /metrics is ours
         for child in self._children:
             # One that still starts reads the new files anyway, and has no handler for SIGHUP yet.
             if child.process.returncode is None and (number != signal.SIGHUP or child.ready.is_set()):
@@ -247,7 +249,7 @@ class Supervisor:
         log_event(logger, logging.INFO, "listening", f"listening on {shown(self._listener)}")
         self._notifier.send(READY=1, STATUS=f"serving {self.settings.host}:{self.settings.port}")
         await watch(self._notifier)
-        await self._worker.stop.wait()  # nobody wants a watchdog
+        await self.worker.stop.wait()  # nobody wants a watchdog
 
     async def _ping(self) -> None:
         """Keep what the workers have counted, and kill one whose loop does not turn."""
@@ -262,7 +264,7 @@ class Supervisor:
 
     async def _keep(self, index: int) -> None:
         """One worker after the other in one place, until we stop."""
-        while not self._worker.stop.is_set():
+        while not self.worker.stop.is_set():
             try:
                 child = await self._start(index)
             except OSError as error:  # no process, no memory, no descriptors left now; the other workers go on
@@ -270,14 +272,14 @@ class Supervisor:
                 await asyncio.sleep(RESTART_SECONDS)
                 continue
             self._children.append(child)
-            if self._worker.stop.is_set():
+            if self.worker.stop.is_set():
                 child.process.terminate()  # it came too late for the signal to the others
             await child.listen()
             status = await child.process.wait()
             self._children.remove(child)
             self._bury(child, cut=self._load.in_flight(index))
             self._load.clear(index)
-            if not self._worker.stop.is_set():
+            if not self.worker.stop.is_set():
                 log_event(logger, logging.ERROR, "worker_ended", worker_pid=child.process.pid, status=status)
                 await asyncio.sleep(RESTART_SECONDS)
 
@@ -374,5 +376,5 @@ def _in_flight(state: dict[str, Any], gpu: int, release: str) -> int:
 async def run_supervisor(settings: Settings, argv: Sequence[str]) -> int:
     with public_socket(settings) as listener:
         supervisor = Supervisor(settings, argv, listener)
-        async with admin_listeners(settings, supervisor.gateway):
+        async with admin_listeners(supervisor.worker):
             return await supervisor.run()

@@ -113,11 +113,24 @@ def tls_context(config: ApiConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, config.tls_cert, config.tls_key)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    """ConfigError for a pair that cannot be used, an encrypted key too: OpenSSL would ask the terminal for its pass
+    phrase, and nobody is there."""
+
+    def no_pass_phrase() -> str:
+        raise ConfigError(
+            f"the TLS key {key} is encrypted, and a service has nobody to ask for its pass phrase",
+            hint="decrypt it: `openssl pkey -in KEY -out KEY.plain`, give it mode 0600 and put it in its place",
+        )
+
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
+        context.load_cert_chain(certificate, key, password=no_pass_phrase)
     except (OSError, ssl.SSLError) as exc:
         raise ConfigError(
-            f"cannot load the TLS certificate {config.tls_cert} with key {config.tls_key}: {exc}",
+            f"cannot load the TLS certificate {certificate} with key {key}: {exc}",
             hint="both must be PEM, readable by this user, and belong together",
         ) from exc
-    return context

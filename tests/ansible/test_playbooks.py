@@ -125,7 +125,7 @@ def test_preflight_names_the_fix_and_changes_nothing(server: Server) -> None:
     refused(play("install", appliance_api_keys=[{"label": "x", "key": "short"}]), "censored")
     refused(play("install", appliance_ready_timeout=1), "Timeouts are positive seconds")
     refused(play("install", appliance_release={"name": "v1", "golden": "maybe"}), "must be one of: auto, skip")
-    for gateway in ({"host": "0.0.0.0"}, {"canary_host": "::"}, {"auth": "keys"}):
+    for gateway in ({"host": "0.0.0.0"}, {"canary_host": "::"}, {"admin_host": "0.0.0.0"}, {"auth": "keys"}):
         open_to_all = {"gpus": {"backend": "cpu"}, "gateway": gateway}
         refused(
             play("install", appliance_config=open_to_all, appliance_api_keys=[]), "no API key", "appliance_api_keys"

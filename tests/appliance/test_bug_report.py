@@ -19,7 +19,7 @@ from appliance import bug_report
 from appliance.command import Result
 from appliance.events import append_event
 from appliance.gpus import bind_slots
-from appliance.log import Progress
+from appliance.log import ApplianceError, Progress
 from appliance.paths import Paths
 from appliance.redact import Redactor
 
@@ -124,7 +124,7 @@ def test_it_is_bounded_and_keeps_the_ends(tmp_path: Path, monkeypatch: pytest.Mo
 def test_it_never_replaces_a_file_and_leaves_none_half_done(tmp_path: Path) -> None:
     output = tmp_path / "r.tar.gz"
     output.write_text("mine")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ApplianceError, match="is there already"):
         bug_report.write_report(output, iter([]), Redactor(), Progress(quiet=True))
     assert output.read_text() == "mine"
 
@@ -173,3 +173,42 @@ def test_what_is_no_secret_stays() -> None:
         b"GPU-5fd4f087-86f3-7a43-b711-4771313afc50 https://host:8000/v1 engine_version 0.1.0\n"
     )
     assert Redactor().clean(text) == text
+
+
+def bug_report_main(paths: Paths, *words: str) -> int:
+    """With the tree of the test as the host."""
+    parser = argparse.ArgumentParser()
+    bug_report.configure(parser, parser)
+    args = parser.parse_args(list(words), argparse.Namespace(json=True, debug=False))
+    return bug_report.run(args, paths.etc.parents[1], Commands({}))
+
+
+def test_without_output_it_is_in_var_tmp_and_private(
+    paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "var/tmp").mkdir(parents=True, exist_ok=True)
+    before = set(tmp_path.iterdir())
+    bug_report_main(paths)
+    file = Path(json.loads(capsys.readouterr().out)["file"])
+    assert file.parent == tmp_path / "var/tmp" and file.name.startswith("appliance-bug-report-")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert set(tmp_path.iterdir()) == before  # nothing where the operator stands
+
+
+def test_output_may_name_a_directory(paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    bug_report_main(paths, "--output", str(tmp_path / "out"))
+    assert Path(json.loads(capsys.readouterr().out)["file"]).parent == tmp_path / "out"
+
+
+def test_a_place_that_cannot_be_written_says_what_to_do(paths: Paths, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for output, says, hint in (
+        (tmp_path / "none/x.tar.gz", f"there is no directory {tmp_path}/none", f"mkdir -p {tmp_path}/none"),
+        (tmp_path / "file", "is there already", "--output"),
+        (tmp_path / "file/x", f"{tmp_path}/file is no directory", "--output"),
+    ):
+        with pytest.raises(ApplianceError) as caught:
+            bug_report_main(paths, "--output", str(output))
+        assert says in caught.value.message and hint in str(caught.value.hint)
+    assert (tmp_path / "file").read_text() == "mine"

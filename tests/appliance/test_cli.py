@@ -18,7 +18,7 @@ from appliance import __version__
 from appliance.cli import Command, main
 from appliance.fsutil import locked
 from appliance.log import ApplianceError, format_bytes, printable
-from engine.serve import parse_arguments
+from engine.options import parse_arguments
 
 REPO = Path(__file__).parents[2]
 
@@ -268,3 +268,32 @@ def test_serve_becomes_the_engine_with_the_same_options(source: Path, monkeypatc
     assert became[0][:4] == [sys.executable, "-P", "-m", "engine"]
     assert (options.host, options.port, options.threads, options.backend) == ("::1", 8123, 2, "cpu")
     assert (options.model_dir, options.model_name) == (source, "Tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "hint"),
+    [
+        (["--port", "99999"], "'99999' is no port", "`appliance serve --help`"),
+        (["--port", "-1"], "'-1' is no port", "`appliance serve --help`"),
+        (["--", "--bogus"], "options after --: unrecognized arguments: --bogus", "serve -- --help"),
+        (["--", "--threads", "x"], "after --: argument --threads: 'x' is not a number", "serve -- --help"),
+        (["--", "--port", "99999"], "after --: argument --port: '99999' is not a number", "serve -- --help"),
+    ],
+)  # fmt: skip
+def test_serve_refuses_options_before_it_fetches_or_becomes_anything(
+    arguments: list[str], says: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("it became the engine"))
+    try:
+        status = main(["serve", "--model", "smollm2", *arguments])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    err = capsys.readouterr().err
+    assert status == 2 and says in err and hint in err and "usage:" not in err
+
+
+def test_serve_leaves_the_help_of_the_engine_to_the_engine(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, env: became.append(argv))
+    main(["serve", "--model", str(source), "--", "--help"])
+    assert became[0][-1] == "--help"

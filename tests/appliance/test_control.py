@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from appliance.control import ControlClient, ControlError
+from appliance.control import ControlClient, ControlError, SocketClient
 from appliance.launcher import control_server
 from appliance.launcher.control_server import ControlServer, parse_request
 from appliance.launcher.loop import Loop
@@ -253,6 +253,32 @@ def test_a_launcher_that_talks_nonsense(paths: Paths, answer: bytes) -> None:
         turn.result()
 
 
+def test_an_answer_that_comes_before_the_request_is_read(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher with too many clients refuses at once and closes: its reason counts, not the broken pipe."""
+    closed, connect = threading.Event(), SocketClient._connect
+
+    def connect_and_be_slow(client: SocketClient, sock: socket.socket, deadline: float) -> None:
+        connect(client, sock, deadline)
+        assert closed.wait(5)
+
+    monkeypatch.setattr(SocketClient, "_connect", connect_and_be_slow)
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(str(paths.control_socket(0)))
+        listener.listen()
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b'{"ok": false, "error": "busy", "exit_code": 5}\n')
+            closed.set()
+
+        turn = pool.submit(refuse)
+        with pytest.raises(ControlError, match="GPU 0: busy") as caught:
+            ControlClient(paths, 0).call("status", timeout=5)
+        turn.result()
+    assert caught.value.exit_code == 5
+
+
 def test_errors_keep_their_words_hint_and_exit_code(paths: Paths, serve: Callable[..., Running]) -> None:
     serve(lambda _, client: client.reply({"ok": False, "error": "held", "hint": "undrain", "exit_code": 4}))
     with pytest.raises(ControlError, match="GPU 0: held") as caught:
@@ -313,13 +339,16 @@ def test_a_queue_that_is_full_is_waited_for(paths: Paths) -> None:
         listener.bind(str(paths.control_socket(0)))
         listener.listen(1)
         for _ in range(2):
-            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(paths.control_socket(0)))
+            idle = stack.enter_context(socket.socket(socket.AF_UNIX))
+            idle.connect(str(paths.control_socket(0)))
+            idle.sendall(b"\n")
 
         def serve_all() -> None:
             time.sleep(0.3)
             for _ in range(3):
                 sock, _ = listener.accept()
                 with sock, contextlib.suppress(OSError):
+                    sock.recv(65536)
                     sock.sendall(b'{"ok": true}\n')
 
         thread = threading.Thread(target=serve_all)

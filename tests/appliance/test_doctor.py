@@ -37,8 +37,9 @@ from appliance.doctor import command as doctor
 from appliance.doctor import install, kernel_log, nvidia, releases, system
 from appliance.doctor.report import Device, Finding, Host, Line, Space, Status, ok, run_checks
 from appliance.gpus import bind_slots
-from appliance.hostconfig import HostConfig, parse_config
+from appliance.hostconfig import Gateway, HostConfig, parse_config
 from appliance.paths import Paths
+from tests.certificates import make_certificate
 
 NODES = {
     "nvidiactl": Device(195, 255, 0o666),
@@ -392,3 +393,24 @@ def test_text_fits_and_is_plain_where_nobody_looks() -> None:
 def test_systemctl_that_answers_less_is_unknown(box: Box) -> None:
     box.commands.answers["systemctl show"] = Result(("systemctl",), 0, b"Id=appliance.target\n", b"")
     assert only(install.units(box.host)).status is Status.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("days", "status", "says"),
+    [((-1, 60), "ok", "can start"), ((-30, -2), "failed", "expired on 20"), ((-1, 5), "degraded", "in 5 days")],
+)
+def test_the_days_of_the_certificate(box: Box, tmp_path: Path, days: tuple[int, int], status: str, says: str) -> None:
+    certificate, key = make_certificate(tmp_path / "made", days=days)
+    put(tmp_path, "etc/appliance/credentials/tls-cert", certificate.read_text())
+    put(tmp_path, "etc/appliance/credentials/tls-key", key.read_text())
+    host = replace(box.host, config=HostConfig(gateway=Gateway(tls=True)))
+    [line] = run_checks({"install": {"credentials": install.credentials}}, host)
+    assert line.finding.status == status and says in line.finding.text
+    assert (line.finding.fix is None) == (status == "ok")
+
+
+def test_a_host_open_to_all_by_either_address_is_degraded(box: Box, tmp_path: Path) -> None:
+    for key in ("host", "canary_host"):
+        put(tmp_path, "etc/appliance/appliance.toml", f"[gateway]\nauth = 'none'\n{key} = '0.0.0.0'")
+        found = install.config(box.host)
+        assert found.status == "degraded" and "answers everybody" in found.text

@@ -255,3 +255,14 @@ def test_failures_say_what_to_do(launchers: Launchers, result: Result, code: int
     with pytest.raises(ApplianceError) as caught:
         service("start", [0], {"systemctl reset-failed": "", "systemctl": result})
     assert caught.value.exit_code == code and words in str(caught.value.hint)
+
+
+def test_each_command_helps_with_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = {}
+    for name in ("drain", "undrain"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        helps[name] = capsys.readouterr().out
+    assert "appliance drain 3 --reason" in helps["drain"] and "--abort" in helps["drain"]
+    assert "appliance undrain 3 --wait" in helps["undrain"] and "appliance drain" not in helps["undrain"]
+    assert "the drain stays" not in helps["undrain"]

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import subprocess
+import sys
 import tomllib
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from appliance.hostconfig import (
     parse_cpus,
     parse_size,
 )
+from engine.spawn import python_env
+from tests.certificates import make_certificate
 
 KEYS = [(section, key) for section, table in SECTIONS.items() for key in table.__struct_fields__]
 
@@ -72,7 +78,7 @@ def problem(text: str | bytes) -> HostConfigError:
         ("[gpus]\ndevices = ['0']", "f: gpus.devices: '0' is no GPU UUID like GPU-5fd4f087-86f3-7a43-b711-4771313afc50"),
         ("schema = 2\nnew = 1", "f: schema: 2 is not 1"),
         ("schema = true", "f: schema: True is not 1"),
-        ("[gateway]\nport = 1\nport = 2", "f: not TOML: Cannot overwrite a value (at end of document)"),
+        ("[gateway]\nport = 1\nport = 2", "f: not TOML: Cannot overwrite a value at the end of the file"),
     ],
 )  # fmt: skip
 def test_errors_name_file_key_and_what_is_allowed(text: str, message: str) -> None:
@@ -226,6 +232,65 @@ def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert main(["config", "check", str(tmp_path / "missing.toml")]) == 4
 
 
+@pytest.mark.parametrize(
+    ("data", "place", "shown"),
+    [
+        (b"[gateway]\nport 8000\n", "line 2, column 6: Expected '='", "in: port 8000"),
+        (b"[gateway]\nhost = 0.0.0.0\n", "line 2, column 11: Expected newline", "in: host = 0.0.0.0"),
+        (b"[gateway\nport = 1\n", "line 1, column 9: Expected ']'", "in: [gateway"),
+        (b'[gateway]\nhost = "x\ny', "line 2, column 10: Illegal character", "in: host ="),
+        (b"\n\n\xff\xfe\x00x", "line 3 holds the byte 0xff, which is not UTF-8", "save it as UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_toml_says_where_and_what_toml_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, place: str, shown: str
+) -> None:
+    file = tmp_path / "appliance.toml"
+    file.write_bytes(data)
+    assert main(["config", "check", str(file)]) == 4
+    err = capsys.readouterr().err
+    assert f"{file}: not TOML: {place}" in err and shown in err
+    assert "config check" not in err and ("key = value" in err or "UTF-8" in err)
+
+
+@pytest.mark.parametrize(
+    ("schema", "hint"),
+    [
+        ("0", "this version reads schema 1: write schema = 1, or leave it out"),
+        ('"1"', "this version reads schema 1: write schema = 1, or leave it out"),
+        ("2", "this version reads schema 1; a newer one wrote the file"),
+    ],
+)
+def test_another_schema_says_which_one_this_version_reads(schema: str, hint: str) -> None:
+    with pytest.raises(HostConfigError) as caught:
+        parse_config(f"schema = {schema}".encode(), where="f")
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine]\narguments = ['--threads', '2', '--kv-tokens=4096']\n[gpus]\nbackend = 'cpu'", None),
+        ("[engine]\narguments = ['--no-cuda-graphs']", None),
+        ("[engine]\narguments = ['--bogus']", "unrecognized arguments: --bogus"),
+        ("[engine]\narguments = ['--kv-tokens', 'many']", "argument --kv-tokens: 'many' is not a number"),
+        ("[engine]\narguments = ['--kv-tokens']", "argument --kv-tokens: expected one argument"),
+        ("[engine]\narguments = ['stray']", "unrecognized arguments: stray"),
+        ("[engine]\narguments = ['--help']", "prints a text and ends"),
+        ("[engine]\narguments = ['--threads', '2']", "num_threads is an option o"),  # of the other backend
+    ],
+)
+def test_check_asks_the_engine_about_its_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str | None
+) -> None:
+    file = tmp_path / "appliance.toml"
+    file.write_text(text)
+    assert main(["config", "check", str(file)]) == (0 if says is None else 4)
+    shown = capsys.readouterr()
+    if says is not None:
+        assert f"{file}: engine.arguments: " in shown.err and says in shown.err and "usage:" not in shown.err
+
+
 KEY_LINE = "# clients\n" + "0" * 64 + "  ops\n"
 
 
@@ -239,8 +304,15 @@ KEY_LINE = "# clients\n" + "0" * 64 + "  ops\n"
         ("host = '0.0.0.0'", {"api-keys": "no key\n"}, "api-keys"),
         ("host = '0.0.0.0'", {"api-keys": KEY_LINE}, None),
         ("host = '0.0.0.0'\nauth = 'none'", {}, None),
-        ("canary_host = '::'", {}, "refusing to bind :: without API keys"),
-        ("auth = 'keys'", {}, "needs a key file"),
+        ("canary_host = '::'", {}, "refusing to bind :: without API keys (gateway.canary_host)"),
+        ("canary_host = '::'", {}, 'set gateway.canary_host = "127.0.0.1"'),
+        ("host = '0.0.0.0'", {}, 'set gateway.host = "127.0.0.1"'),
+        ("admin_host = '0.0.0.0'", {}, 'set gateway.admin_host = "127.0.0.1"'),
+        ("admin_host = '0.0.0.0'", {"api-keys": KEY_LINE}, None),
+        ("admin_host = '0.0.0.0'\nauth = 'none'", {}, None),
+        ("auth = 'keys'", {}, 'gateway.auth is "keys", but there is no API key'),
+        ("auth = 'keys'", {}, "credentials/api-keys (printf"),
+        ("auth = 'keys'", {"api-keys": "\n"}, "credentials/api-keys (printf"),
         ("auth = 'keys'", {"api-keys": KEY_LINE}, None),
         ("tls = true", {}, "there is no certificate and key"),
         ("tls = true", {"tls-cert": "x", "tls-key": "y"}, "cannot load the TLS certificate"),
@@ -266,3 +338,87 @@ def test_what_gateways_would_refuse_is_refused_before(
     assert main(["config", "check", str(config)]) == 0
     for wrong in (config, tmp_path / "missing"):  # nothing there to look at is no "ok"
         assert main(["config", "check", str(config), "--credentials", str(wrong)]) == 2
+
+
+@pytest.mark.parametrize("name", ["api-keys", "tls-cert", "tls-key"])
+@pytest.mark.parametrize("kind", ["directory", "fifo", "empty", "garbage", "loop", "huge"])
+def test_a_credential_that_cannot_be_used_is_refused_whatever_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    credentials, config = tmp_path / "credentials", tmp_path / "appliance.toml"
+    credentials.mkdir()
+    config.write_text("[gateway]\ntls = true\nauth = 'keys'\n")
+    for each, content in (("api-keys", KEY_LINE), ("tls-cert", certificate.read_text()), ("tls-key", key.read_text())):
+        (credentials / each).write_text(content)
+    command = ["config", "check", str(config), "--credentials", str(credentials)]
+    assert main(command) == 0
+    bad = credentials / name
+    bad.unlink()
+    if kind == "directory":
+        bad.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(bad)
+    elif kind == "loop":
+        bad.symlink_to(bad)
+    else:
+        bad.write_bytes({"empty": b"", "garbage": bytes(range(256)) * 9, "huge": b"#" * (2 << 20)}[kind])
+    assert main(command) == 4
+    err = capsys.readouterr().err
+    assert "error: " in err and "hint: " in err and "Traceback" not in err
+
+
+@pytest.mark.timeout(30)
+def test_an_encrypted_key_is_refused_without_asking_for_its_pass_phrase(tmp_path: Path) -> None:
+    """OpenSSL asks /dev/tty, where there is one: the command gets one of its own, on which nobody answers."""
+    certificate, key = make_certificate(tmp_path, pass_phrase="a secret phrase")
+    (tmp_path / "appliance.toml").write_text("[gateway]\ntls = true\n")
+    certificate.rename(tmp_path / "tls-cert")
+    key.rename(tmp_path / "tls-key")
+    ours, its = pty.openpty()
+    try:
+        done = subprocess.run(
+            ["setsid", "--ctty", "--wait", sys.executable, "-P", "-m", "appliance", "config", "check",
+             str(tmp_path / "appliance.toml"), "--credentials", str(tmp_path)],
+            stdin=its, capture_output=True, text=True, timeout=20, env=python_env(),
+        )  # fmt: skip
+        shown = os.read(ours, 4096) if select.select([ours], [], [], 0)[0] else b""
+    finally:
+        os.close(ours)
+        os.close(its)
+    assert done.returncode == 4 and "is encrypted" in done.stderr and "openssl pkey -in" in done.stderr
+    assert b"phrase" not in shown
+
+
+@pytest.mark.parametrize(
+    ("days", "says"),
+    [((-30, -2), "'box' expired on 20"), ((2, 30), "'box' is not valid before 20"), ((-1, 2), None), ((-1, 30000), None)],
+)  # fmt: skip
+def test_a_certificate_that_clients_refuse_today_is_no_ok(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], days: tuple[int, int], says: str | None
+) -> None:
+    certificate, key = make_certificate(tmp_path, days=days)
+    ends = subprocess.run(
+        ["openssl", "x509", "-in", certificate, "-noout", "-enddate"], check=True, capture_output=True, text=True
+    ).stdout
+    config = tmp_path / "appliance.toml"
+    config.write_text("[gateway]\ntls = true\n")
+    certificate.rename(tmp_path / "tls-cert")
+    key.rename(tmp_path / "tls-key")
+    assert main(["config", "check", str(config), "--credentials", str(tmp_path)]) == (0 if says is None else 4)
+    err = capsys.readouterr().err
+    assert says is None or says in err
+    if says and "expired" in says:
+        moment = datetime.strptime(ends.strip(), "notAfter=%b %d %H:%M:%S %Y %Z")
+        assert f"{moment:%Y-%m-%d %H:%M} UTC" in err
+
+
+def test_an_expired_authority_in_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, key = make_certificate(tmp_path)
+    old, _ = make_certificate(tmp_path, "old-authority", days=(-90, -5), authority=True)
+    config = tmp_path / "appliance.toml"
+    config.write_text("[gateway]\ntls = true\n")
+    (tmp_path / "tls-cert").write_text(certificate.read_text() + old.read_text())
+    key.rename(tmp_path / "tls-key")
+    assert main(["config", "check", str(config), "--credentials", str(tmp_path)]) == 4
+    assert "'old-authority' expired on 20" in capsys.readouterr().err

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from appliance.paths import Paths
 from appliance.statefile import write_state
 from appliance.status import read_status
 from appliance.terminal import age, binary_bytes, cut, table
+from engine.spawn import python_env, python_module
 
 READY: dict[str, Any] = {
     "status": "ready",
@@ -235,6 +239,27 @@ def test_commands_and_exit_codes(paths: Paths, capsys: pytest.CaptureFixture[str
     assert main(["list", "--drained", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == []
     assert main(["list", "--drained"]) == 0 and capsys.readouterr().out == "no GPU is held\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watch_into_a_pipe_appends_and_ends_with_its_interrupt(paths: Paths, as_json: bool) -> None:
+    command = [*python_module("appliance"), "status", "--watch", "0.2", *(["--json"] if as_json else [])]
+    env = python_env() | {"APPLIANCE_ROOT": os.environ["APPLIANCE_ROOT"]}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as watching:
+        assert watching.stdout is not None
+        seen = ""
+        for line in watching.stdout:
+            seen += line
+            if (seen.count('"gateways": [') if as_json else seen.count("--- 20")) == 3:
+                break
+        watching.send_signal(signal.SIGINT)
+        seen += watching.stdout.read()
+        assert watching.wait(20) == 0  # two GPUs are down: that is what is shown, and no error of the watching
+    if as_json:
+        first, _ = json.JSONDecoder().raw_decode(seen)
+        assert first["schema"] == 1 and first["problems"]
+    else:
+        assert seen.count("! gateway stable is not running") >= 2 and "\x1b" not in seen
 
 
 def test_numbers_for_people() -> None:

@@ -3,6 +3,8 @@
     with Box(root_filesystem(BOX)) as box:
         box.run(["systemctl", "start", "appliance.target"])
 
+`python -m tests.host.box shell [--appliance]` (as root) holds one by hand: a shell in it, and it is gone at the end.
+
 Own pid, mount, network, ipc, uts and cgroup namespaces; real iptables; the root is an overlay, so each box is fresh.
 Root in the box is root of this machine: a box keeps tests apart, it does not lock anyone in.
 Call order: Box.start -> box_init.py:main (stays as its parent) -> _be_init -> systemd.
@@ -10,6 +12,7 @@ Call order: Box.start -> box_init.py:main (stays as its parent) -> _be_init -> s
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -369,3 +372,35 @@ def why_no_box() -> str | None:
     except HostError as error:
         return str(error)
     return None if os.access(parent, os.W_OK) else f"{parent} is not writable"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The status of the shell."""
+    from tests.host import appliance_box
+    from tests.host.roots import root_filesystem
+
+    parser = argparse.ArgumentParser(prog="python -m tests.host.box", description="Holds a namespace box by hand.")
+    parser.add_argument("verb", choices=["shell"])
+    parser.add_argument("--appliance", action="store_true", help="with the units and this checkout's code installed")
+    args = parser.parse_args(argv)
+    if os.geteuid() != 0:
+        parser.error("a box needs root")
+    bind = appliance_box.BIND if args.appliance else ()
+    if args.appliance and (reason := appliance_box.why_not_here()):
+        parser.error(reason)
+    with Box(root_filesystem(BOX), bind) as box:
+        if args.appliance:
+            appliance_box.install(box)
+        print(f"box {box.number}, {box.address}: exit ends it", file=sys.stderr, flush=True)
+        # script(1) gives the shell a terminal of the box's own, without which it has no job control.
+        terminal = ["script", "--quiet", "--return", "--command", "bash --login", "/dev/null"]
+        env = {"TERM": os.environ.get("TERM", "dumb")}
+        with box.popen(terminal if sys.stdin.isatty() else ["bash", "--login"], cwd="/root", env=env) as shell:
+            return shell.wait()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except HostError as error:
+        sys.exit(f"error: {error}")

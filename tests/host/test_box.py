@@ -300,3 +300,31 @@ def test_missing_hosts_are_a_reason_to_skip_and_a_failure_where_they_are_wanted(
     skipped = run_pytest(tmp_path, test, APPLIANCE_REQUIRE_HOSTS="")
     assert "1 skipped" in skipped and "nsenter is missing: apt-get install util-linux" in skipped
     assert "1 failed" in run_pytest(tmp_path, test, APPLIANCE_REQUIRE_HOSTS="1")
+
+
+def test_one_is_held_by_hand_and_gone_with_its_shell() -> None:
+    command = [sys.executable, "-m", "tests.host.box", "shell"]
+    script = "cat /etc/hostname; systemctl is-system-running; exit 7\n"
+    done = subprocess.run(command, input=script, capture_output=True, text=True, cwd=CHECKOUT, timeout=200)
+    assert (done.returncode, done.stdout) == (7, "box\nrunning\n"), done.stderr
+    number = int(done.stderr.partition("box ")[2].partition(",")[0])
+    eventually(lambda: not (cache_directory() / "boxes" / str(number)).exists(), "the box is left behind")
+
+
+def test_the_shell_of_a_person_has_a_terminal(tmp_path: Path) -> None:
+    ours, its = os.openpty()
+    command = ["setsid", "--ctty", "--wait", sys.executable, "-m", "tests.host.box", "shell"]
+    shown = b""
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, cwd=CHECKOUT) as shell:
+        os.close(its)
+        os.write(ours, b"tty; set -o | grep monitor; sleep 60 & kill %1; exit 5\n")
+        while select.select([ours], [], [], 200)[0]:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # EIO: nobody holds the other end any more
+                break
+        assert shell.wait(60) == 5, shown.decode()
+    os.close(ours)
+    text = shown.decode()
+    assert "/dev/pts/" in text and "job control" not in text
+    assert any(line.split() == ["monitor", "on"] for line in text.splitlines()), text

@@ -64,7 +64,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             raise AnsibleActionFail(f"cannot make {staged}: {made['stderr']}")
         for name in files:
             self._transfer_file(str(source / name), posixpath.join(staged, name))
-        return self._ask({**args, "staged": staged, "files": files}, task_vars)
+        return self._ask({**args, "src": str(source), "staged": staged, "files": files}, task_vars)
 
     def _ask(self, args: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
         answer: dict[str, Any] = self._execute_module("appliance.host.model", args, task_vars=task_vars)

@@ -79,7 +79,7 @@ def main() -> None:
         module.exit_json(changed=False, model=found)
     try:
         _check(Path(staged), module.params["files"])
-        command = [APPLIANCE, "model", "add", staged, "--name", module.params["name"], "--root", str(store), "--quiet"]
+        command = add_command(staged, module.params["name"], store, module.params["src"])
         status, out, error = module.run_command(command)
         if status != 0:
             module.fail_json(msg=f"appliance model add: {error.strip() or out.strip()}")
@@ -88,6 +88,12 @@ def main() -> None:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     module.exit_json(changed=True, model=stored_files(store / module.params["name"]))
+
+
+def add_command(staged: str, name: str, store: Path, src: str | None) -> list[str]:
+    """`appliance model list` is to show where the model is from, not the directory it was sent to."""
+    origin = [f"--origin={src} on the Ansible controller"] if src else []
+    return [APPLIANCE, "model", "add", staged, "--name", name, "--root", str(store), "--quiet", *origin]
 
 
 def stored_files(directory: Path) -> dict[str, str] | None:

@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import socket
+import ssl
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.spawn import python_env, python_module
+from tests.certificates import make_certificate
 
 from .world import DONE, Received, answer, counting, event, fronted, metric_value
 
@@ -246,6 +248,46 @@ async def test_beyond_loopback_metrics_are_on_the_admin_listener_only(host, fron
     for path, wanted in (("/metrics", 200), ("/livez", 200), ("/readyz", 200), ("/state", 404), ("/health", 404)):
         async with gateway.http.get(f"http://127.0.0.1:{admin_port}{path}") as response:
             assert response.status == wanted, path
+
+
+async def test_an_admin_listener_beyond_loopback_asks_for_a_key_and_has_tls(host, front, tmp_path, monkeypatch):
+    certificate, key = make_certificate(tmp_path)
+    certificate.rename(tmp_path / "tls-cert")
+    key.rename(tmp_path / "tls-key")
+    (tmp_path / "keys").write_text(hashlib.sha256(b"secret").hexdigest() + " prometheus\n")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    trust = ssl.create_default_context(cafile=tmp_path / "tls-cert")
+    await host.engine()
+    port = free_port()
+    options = {"host": "0.0.0.0", "admin_host": "0.0.0.0", "admin_port": port, "tls": True, "client_ssl": trust}
+    gateway = await front(keys=tmp_path / "keys", **options)
+    url = f"https://127.0.0.1:{port}"
+    for path, token, wanted in (
+        ("/metrics", None, 401), ("/metrics", "wrong", 401), ("/metrics", "secret", 200),
+        ("/livez", None, 200), ("/readyz", None, 200), ("/state", "secret", 404),
+    ):  # fmt: skip
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        async with gateway.http.get(url + path, headers=headers) as response:
+            assert response.status == wanted, path
+    assert (await admin(gateway, "/metrics"))[0] == 200  # the Unix socket has its file mode
+
+
+async def test_an_expired_certificate_is_served_and_said(host, front, tmp_path, monkeypatch, caplog):
+    """A restart must not take the endpoint away from clients that can still be told not to look."""
+    certificate, key = make_certificate(tmp_path, days=(-30, -2))
+    certificate.rename(tmp_path / "tls-cert")
+    key.rename(tmp_path / "tls-key")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    await host.engine()
+    careless = ssl.create_default_context()
+    careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
+    with caplog.at_level("ERROR"):
+        gateway = await front(tls=True, client_ssl=careless)
+    assert (await gateway.get("/livez"))[0] == 200
+    assert "'box' expired on 20" in caplog.text
+    careful = ssl.create_default_context(cafile=tmp_path / "tls-cert")
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):  # what the check is about
+        await asyncio.open_connection("127.0.0.1", gateway.port, ssl=careful)
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------

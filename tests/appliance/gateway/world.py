@@ -351,7 +351,7 @@ async def fronted(host: Host, /, *, wait: bool = True, **options: Any) -> AsyncI
     ready = asyncio.Event()
     with public_socket(settings) as listener:
         port = listener.getsockname()[1]
-        async with admin_listeners(settings, worker.gateway):
+        async with admin_listeners(worker):
             running = asyncio.create_task(
                 worker.run(listener, ready=ready.set, draining=lambda: None, handle_signals=False)
             )
