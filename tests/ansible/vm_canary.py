@@ -17,11 +17,11 @@ from tests.tiny import make_tiny_model
 
 # What two emulated processors can fill in half a minute.
 POLICY = {
-    "steps": [50], "step_seconds": 20.0, "interval": 2.0, "warmup_seconds": 0.0, "error_rate": 0.08, "min_requests": 40,
+    "steps": [50], "step_seconds": 15.0, "interval": 2.0, "warmup_seconds": 0.0, "error_rate": 0.05, "min_requests": 60,
     "min_connections": 10, "ttft_not_worse": False, "settle_seconds": 2.0, "cooldown": 0.0, "liveness_seconds": 20.0,
     "progress_deadline": 400.0,
 }  # fmt: skip
-LIMIT = {"metric": "request", "seconds": 4.0, "share": 0.2}
+LIMIT = {"metric": "request", "seconds": 2.5, "share": 0.1}
 _NETFILTER = "/usr/lib/appliance/current/venv/bin/python -P -m canary.netfilter"
 # nft goes with the packages of the bundle; /tmp does not count as left over.
 _KEEP_NFT = (
@@ -68,7 +68,7 @@ class Canary:
         """Until the block ends; then what the requests came to."""
         program = Path(clients.__file__)
         where = ["127.0.0.1", str(self._vm.port(8000)), clients.POISON]
-        options = ["--model", "tiny", "--key", KEY, "--tokens", "8", "--each", "2"]
+        options = ["--model", "tiny", "--key", KEY, "--tokens", "8", "--think", "0.3"]
         process = subprocess.Popen(
             [sys.executable, program, *where, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -2,7 +2,7 @@
 poison. Prints "up" and, once stdin has ended, a JSON object: how often which end came. Standard library only: it also
 runs inside the test hosts.
 
-    python clients.py ADDRESS PORT POISON [--model NAME] [--key KEY] [--tokens 24] [--each 1]
+    python clients.py ADDRESS PORT POISON [--model NAME] [--key KEY] [--tokens 24] [--think 0]
 """
 
 import argparse
@@ -21,7 +21,7 @@ class Clients:
         self.options, self.counts, self.lock, self.stop = options, {}, threading.Lock(), threading.Event()
 
     def run(self):
-        kinds = [(kept, stream) for kept in (False, True) for stream in (False, True)] * self.options.each
+        kinds = [(kept, stream) for kept in (False, True) for stream in (False, True)]
         threads = [threading.Thread(target=self.client, args=(*kind, 1000 * n)) for n, kind in enumerate(kinds)]
         for thread in threads:
             thread.start()
@@ -47,6 +47,7 @@ class Clients:
                 end, connection = f"{type(error).__name__}: {error}", None
             with self.lock:
                 self.counts[end] = self.counts.get(end, 0) + 1
+            self.stop.wait(self.options.think)
 
     def ask(self, connection, number, stream):
         options = self.options
@@ -76,7 +77,7 @@ def main():
     parser.add_argument("--model", default="chat")
     parser.add_argument("--key")
     parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--each", type=int, default=1, help="clients of each kind")
+    parser.add_argument("--think", type=float, default=0.0, help="seconds between the requests of a client")
     Clients(parser.parse_args()).run()
 
 
