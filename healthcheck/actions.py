@@ -203,7 +203,8 @@ class Actions:
             else:
                 report(EngineFailed(gpu, str(reply.get("error"))))
 
-        self._ask(gpu, "restart", {"op": "restart"}, begun, insist=False)
+        release = view.stable if view is not None and view.vouched else None  # not that of a canary beside it
+        self._ask(gpu, "restart", {"op": "restart", "release": release}, begun, insist=False)
 
     def _share(self, command: SetShare, report: Report) -> None:
         request = {"op": "share", "owner": OWNER, "share": command.share}

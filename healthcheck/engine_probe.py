@@ -28,6 +28,11 @@ _FIRST_GOLDEN = 20.0  # after an engine is ready
 _UNANSWERED = 3  # questions in a row
 _COMPARE_AGAIN = 30.0  # s: errors of the engine bring the next comparison forward, but not closer than this
 _RECENT = 600.0  # s that an error of the engine is shown for
+_ON_TRIAL = {
+    "engine:error": "trial:error", "engine:stalled": "trial:stalled", "engine:unreachable": "trial:unreachable",
+    "engine:nonfinite": "trial:nonfinite", "engine:index": "trial:index", "engine:step": "trial:step",
+    "engine:fault": "trial:fault", "golden:mismatch": "trial:mismatch",
+}  # fmt: skip
 
 
 def cause_of(last_exit: str) -> str | None:
@@ -119,7 +124,7 @@ class EngineProbe:
         if gave_up or ended:
             why = engine.last_exit or "it ended by itself"
             if key := cause_of(why):
-                self._signal(key, f"{release}{' gave up' if gave_up else ''}: {why}")
+                self._signal(release, key, f"{release}{' gave up' if gave_up else ''}: {why}")
 
     def _forget(self, release: str) -> None:
         del self._watched[release]
@@ -148,14 +153,14 @@ class EngineProbe:
         if state is None:
             watched.silent, watched.in_flight = watched.silent + 1, None
             if watched.silent == _UNANSWERED:
-                self._signal("engine:unreachable", f"{release}: {watched.silent} questions without an answer")
+                self._signal(release, "engine:unreachable", f"{release}: {watched.silent} questions without an answer")
             return
         watched.silent = 0
         health = read_health(state)
         watched.steps, watched.in_flight = health.steps, health.in_flight
         stalled = watched.stall.answered(self._loop.time(), health)
         if stalled is not None and watched.stalled is None:
-            self._signal("engine:stalled", f"{release}: {stalled}")
+            self._signal(release, "engine:stalled", f"{release}: {stalled}")
         watched.stalled = stalled
         self._errors(release, watched, state)
 
@@ -167,9 +172,9 @@ class EngineProbe:
         if errors.age is not None:
             watched.error_at, watched.error = self._loop.time() - errors.age, errors.last
         for key, text in errors.found.items():
-            self._signal(key, f"{release}: {text}")
+            self._signal(release, key, f"{release}: {text}")
         if errors.found:
-            watched.golden_at = min(watched.golden_at, max(self._loop.time(), watched.compared_from + _COMPARE_AGAIN))
+            self._compare_soon(watched)
 
     @property
     def in_flight(self) -> int | None:
@@ -214,11 +219,21 @@ class EngineProbe:
         self._on_compared(watched.verdict)
         text = f"{release}: {'; '.join(watched.details)}"
         if watched.weights_differ:
-            self._signal("checksum:mismatch", text, "checksum")
+            self._signal(release, "checksum:mismatch", text, "checksum")
         if watched.logits_differ:
-            self._signal("golden:mismatch", text, "golden")
+            self._signal(release, "golden:mismatch", text, "golden")
 
-    def _signal(self, key: str, detail: str, source: str = "engine") -> None:
+    def _compare_soon(self, watched: _Watched) -> None:
+        watched.golden_at = min(watched.golden_at, max(self._loop.time(), watched.compared_from + _COMPARE_AGAIN))
+
+    def _signal(self, release: str, key: str, detail: str, source: str = "engine") -> None:
+        """What a release on trial does wrong may be the release's fault, and its canary judges it; whether it is the
+        GPU's, the stable release's engine is asked at once. Weights that changed in the device memory are the GPU's."""
+        if self._view is not None and not self._view.vouches(release) and key in _ON_TRIAL:
+            key = _ON_TRIAL[key]
+            for other, watched in self._watched.items():
+                if self._view.vouches(other):
+                    self._compare_soon(watched)
         self._on_signal(Signal(key, self.uuid, detail[:1000], time.time(), source))
 
     # -- what `healthcheck check` shows

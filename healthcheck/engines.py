@@ -38,24 +38,39 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class LauncherView:
-    """One launcher. `wanted`: releases that should have an engine, as far as slots name them."""
+    """One launcher. Engines of the stable release vouch for the GPU. Those of another release are on trial (a canary;
+    golden answers being recorded) or on their way out: what is wrong with them may be the release."""
 
     gpu: int
     uuid: str
     engines: tuple[EngineView, ...]
-    wanted: frozenset[str]
+    wanted: frozenset[str]  # releases that should have an engine here
+    stable: str | None  # the one that the stable slot names
     holds: dict[str, str]  # owner -> level
     share: float
 
+    def vouches(self, release: str) -> bool:
+        return release == self.stable
+
+    @property
+    def vouched(self) -> bool:
+        """An engine that vouches for this GPU should be here."""
+        return self.stable in self.wanted
+
     def settled(self, after: float = 0.0) -> bool:
-        """Every engine that a slot names is ready, and no other is on its way. `after`: started anew since then."""
-        there = {engine.release for engine in self.engines}
-        return self.wanted <= there and all(engine.ready and engine.since >= after for engine in self.engines)
+        """The engine that vouches is ready; where none should be here: the others are, or have been given up.
+        `after`: started anew since then."""
+        there = {engine.release: engine for engine in self.engines if engine.since >= after}
+        if self.vouched:
+            return any(self.vouches(release) and engine.ready for release, engine in there.items())
+        done = {release for release, engine in there.items() if engine.ready or engine.state in ("failed", "backoff")}
+        return self.wanted <= done
 
     def starting(self, after: float) -> bool:
-        """All engines are on their way, or have come up since `after`."""
-        begun = (engine.state in ("starting", "loading") or engine.since >= after for engine in self.engines)
-        return bool(self.engines) and all(begun) and self.failed(after) is None
+        """The engines that vouch (all, where none does) are on their way, or have come up since `after`."""
+        looked = [engine for engine in self.engines if self.vouches(engine.release) or not self.vouched]
+        begun = (engine.state in ("starting", "loading") or engine.since >= after for engine in looked)
+        return bool(looked) and all(begun) and self.failed(after) is None
 
     def stopped_by_others(self, owner: str) -> str | None:
         """Who, besides `owner`, wants no engine here; it will not start until they let go."""
@@ -67,8 +82,9 @@ class LauncherView:
         return any(engine.admitted for engine in self.engines)
 
     def failed(self, after: float = 0.0) -> EngineView | None:
-        """One that its launcher has given up since `after`."""
-        gone = (engine for engine in self.engines if engine.state == "failed" and engine.since >= after)
+        """One that vouches and that its launcher has given up since `after`."""
+        vouching = (engine for engine in self.engines if self.vouches(engine.release))
+        gone = (engine for engine in vouching if engine.state == "failed" and engine.since >= after)
         return next(gone, None)
 
 
@@ -102,12 +118,15 @@ class Launchers:
 
 def _launcher(gpu: int, state: dict[str, Any]) -> LauncherView:
     slots, holds, share = state.get("slots"), state.get("holds"), state.get("share")
-    entries = state.get("engines")
+    entries, wanted = state.get("engines"), state.get("wanted")
+    pointed = slots if isinstance(slots, dict) else {}
     return LauncherView(
         gpu=gpu,
         uuid=_text(state.get("uuid")) or "",
         engines=tuple(_engine(entry) for entry in entries if isinstance(entry, dict)) if entries else (),
-        wanted=frozenset(map(str, slots.values())) if isinstance(slots, dict) else frozenset(),
+        # A launcher of before "wanted" (it runs on until the upgrade restarts it) wants what the slots name.
+        wanted=frozenset(map(str, wanted if isinstance(wanted, list) else pointed.values())),
+        stable=_text(pointed.get("stable")),
         holds={str(name): _level(hold) for name, hold in holds.items()} if isinstance(holds, dict) else {},
         share=float(share) if isinstance(share, (int, float)) else 1.0,
     )

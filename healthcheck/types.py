@@ -15,6 +15,8 @@ Signal keys (the policy's patterns match these):
   engine:error | engine:stalled | engine:unreachable
   engine:nonfinite | engine:index | engine:step | engine:fault     it tells kernel, layer, head, position
   golden:mismatch | checksum:mismatch
+  trial:error | trial:stalled | trial:unreachable | trial:nonfinite | trial:index | trial:step | trial:fault |
+  trial:mismatch                   the same of an engine whose release is not the stable one: a canary, a recording
   probe:hung
 """
 

@@ -53,8 +53,8 @@ class Verification:
         """done: None, or what went wrong."""
 
         def finish(answers: dict[str, dict[str, Any]]) -> None:
-            failed = [f"{release}: {answer.get('error')}" for release, answer in answers.items() if not answer["ok"]]
-            done("; ".join(failed) or None)
+            failed = {release: str(answer.get("error")) for release, answer in answers.items() if not answer["ok"]}
+            done("; ".join(f"{name}: {error}" for name, error in failed.items() if view.vouches(name)) or None)
 
         request = {"op": "warmup", "prompt": _PROMPT, "timeout": WARMUP_SECONDS}
         self._run("warmup", view, request, 3 * WARMUP_SECONDS + _KILL_AFTER, finish)
@@ -65,7 +65,7 @@ class Verification:
         if not any(engine.ready for engine in view.engines):
             done(_without_engine(view))
             return
-        self._run("verify", view, request, VERIFY_SECONDS, lambda answers: done(judge(answers)))
+        self._run("verify", view, request, VERIFY_SECONDS, lambda answers: done(judge(answers, view)))
 
     def forget(self, gpu: int) -> None:
         """No answer of a round of this slot counts any more."""
@@ -97,14 +97,18 @@ class Verification:
         self._errands.run(key, whole, seconds, lambda answer: joined.add(engine.release, answer))
 
 
-def judge(answers: dict[str, dict[str, Any]]) -> Found:
-    """One verdict of several engines': what differs outweighs what is not known, and that what is the same."""
+def judge(answers: dict[str, dict[str, Any]], view: LauncherView) -> Found:
+    """One verdict of several engines': what differs outweighs what is not known, and that what is the same. Answers of
+    a release on trial are told and decide nothing."""
     unknown, notes = [], []
     for release, answer in answers.items():
         verdict = answer.get("verdict")
         text = "; ".join(map(str, answer.get("details") or [])) or str(answer.get("reason") or answer.get("error"))
         if answer.get("weights_differ"):
             return Found(False, f"{release}: {text}", "checksum:mismatch")
+        if not view.vouches(release):
+            notes.append(f"{release}, on trial: golden answers {verdict or 'not known'}")
+            continue
         if answer.get("logits_differ"):
             return Found(False, f"{release}: {text}", "golden:mismatch")
         if verdict == UNRECORDED:
@@ -119,7 +123,9 @@ def judge(answers: dict[str, dict[str, Any]]) -> Found:
 
 
 def _without_engine(view: LauncherView) -> Found:
-    """Only where none is wanted: then NVML's levels alone verify the GPU."""
+    """Only where none is wanted that vouches: then NVML's levels alone verify the GPU."""
+    if view.wanted and not view.vouched:
+        return Found(True, "only a release on trial, which has no engine: no golden answers to compare")
     if view.engines or (view.wanted and not any(level == "stop" for level in view.holds.values())):
         return Found(None, "no engine is ready")
     if view.wanted:

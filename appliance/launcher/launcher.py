@@ -135,9 +135,11 @@ class Launcher:
 
     # -- what should run
     def desired(self) -> list[str]:
-        """Releases that should have an engine here, the most important first."""
-        if self._stopping or self.holds.stopped:
-            return []
+        """Releases that should have an engine here now, the most important first."""
+        return [] if self._stopping or self.holds.stopped else self.wanted()
+
+    def wanted(self) -> list[str]:
+        """The same, whatever is held."""
         if self.only is not None:
             return [self.only]
         names = list(dict.fromkeys([*self.pointers.values(), *sorted(self.leases)]))
@@ -292,6 +294,7 @@ class Launcher:
             "admitted": admitted,
             "share": self.holds.share,
             "slots": self.pointers,
+            "wanted": self.wanted(),
             "engines": [engine.as_dict(gpu_admitted=admitted) for engine in self.engines.values()],
         }
 

@@ -143,7 +143,7 @@ def test_an_uncorrectable_error_while_clients_stream(host: Host) -> None:
             faults.inject(0, "ecc:uncorrected")
             faults.wait_repaired(0)
             traffic.wait(8)
-        assert [state for state in faults.way(0) if state != "SUSPECT"] == vm_faults.REPAIR and faults.way(1) == []
+        assert [state for state in host.way(0) if state != "SUSPECT"] == vm_faults.REPAIR and host.way(1) == []
         assert faults.resets() == [1, 0] and faults.all_is_back()
         phases = faults.phases(0)
         print(f"{sum(phases.values()):.1f} s: {phases}; {traffic.done} requests of {CLIENTS} clients, the longest "
@@ -175,6 +175,7 @@ def test_a_bad_canary_is_rolled_back_by_itself(
 ) -> None:  # fmt: skip
     canary.policy()
     canary.add(release, **model)
+    before = host.way(0), host.way(1)
     code, run, ends = canary.start(release)
     assert (code, run["phase"]) == (1, "failed"), run["reason"]
     assert ("request >= " if release == "slow" else "errors") in run["reason"]
@@ -182,6 +183,7 @@ def test_a_bad_canary_is_rolled_back_by_itself(
     assert ends.keys() <= expected, ends  # nobody was reset or refused
     assert canary.weight() == 0
     assert host.wait_ok()["slots"] == {"stable": "v1", "canary": None}
+    assert (host.way(0), host.way(1)) == before, "a bad release is no sick GPU"
 
 
 def test_a_good_canary_is_promoted_and_settles(host: Host, canary: Canary) -> None:

@@ -80,15 +80,9 @@ class Faults:
     def inject(self, gpu: int, key: str) -> None:
         self._vm.run(f"healthcheck inject-fault {gpu} {key} --i-know")
 
-    def way(self, gpu: int) -> list[str]:
-        """The states that it went through."""
-        events = json.loads(self._vm.run("healthcheck history --json").stdout)
-        events = events["events"] if isinstance(events, dict) else events
-        return [e["after"] for e in events if e["event"] == "watchdog_transition" and e["gpu"] == gpu]
-
     def wait_repaired(self, gpu: int, timeout: float = 600.0) -> None:
         deadline = time.monotonic() + timeout
-        while self.way(gpu)[-1:] != ["HEALTHY"]:
+        while self._host.way(gpu)[-1:] != ["HEALTHY"]:
             assert time.monotonic() < deadline, (self.gpu(gpu), self._vm.journal(WATCHDOG))
             time.sleep(1)
 

@@ -54,6 +54,11 @@ class Host:
             time.sleep(2)
         return state
 
+    def way(self, gpu: int) -> list[str]:
+        """The states that the watchdog had this GPU go through."""
+        events = json.loads(self.vm.run("healthcheck history --json").stdout)["events"]
+        return [e["after"] for e in events if e["event"] == "watchdog_transition" and e["gpu"] == gpu]
+
     def listing(self) -> dict[str, str]:
         return hosts.listing(self.vm.run(f"find / -xdev -printf '{hosts.LISTING}'", timeout=600).stdout)
 

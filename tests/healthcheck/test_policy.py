@@ -93,6 +93,8 @@ ROWS = [
     ("engine:index", RESTART, RESTART, Needs.HUMAN),
     ("engine:step", ALERT, ALERT, Needs.HUMAN),
     ("engine:fault", ALERT, ALERT, Needs.HUMAN),
+    *((f"trial:{name}", ALERT, ALERT, Needs.HUMAN) for name in ("error", "stalled", "unreachable", "nonfinite")),
+    *((f"trial:{name}", ALERT, ALERT, Needs.HUMAN) for name in ("index", "step", "fault", "mismatch", "other")),
     ("golden:mismatch", ABORT, ABORT, Needs.RMA),
     ("checksum:mismatch", ABORT, ABORT, Needs.RMA),
 ]

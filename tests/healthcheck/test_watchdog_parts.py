@@ -24,11 +24,12 @@ from appliance.unix_http import UnixConnection
 from healthcheck import http_server
 from healthcheck.engine_errors import read_errors
 from healthcheck.engine_probe import EngineProbe, cause_of
-from healthcheck.engines import Launchers
+from healthcheck.engines import EngineView, Launchers, LauncherView
 from healthcheck.errands import Errands
 from healthcheck.http_server import HttpServer
 from healthcheck.lane import Lane
 from healthcheck.types import Signal, Status
+from healthcheck.verification import judge
 
 
 @pytest.fixture
@@ -233,6 +234,7 @@ class EngineWorld:
             "release": "r1", "model": "m", "state": "ready", "problem": None, "pid": 7, "restarts": 0,
             "last_exit": None, "socket": str(root / "engine"),
         }  # fmt: skip
+        self.slots, self.others = {"stable": "r1"}, []
         self.says: dict[str, Any] | None = {"status": "ready", "progress": {"steps": 1, "queued": 0}}
         self.launchers = Launchers(self.paths)
         self.signals: list[Signal] = []
@@ -260,7 +262,7 @@ class EngineWorld:
 
     def report(self, **changes: Any) -> None:
         self.entry |= changes
-        state = {"gpu": 0, "uuid": "GPU-0", "slots": {"stable": "r1"}, "holds": {}, "engines": [self.entry]}
+        state = {"gpu": 0, "uuid": "GPU-0", "slots": self.slots, "holds": {}, "engines": [self.entry, *self.others]}
         write_state(self.paths.launcher_state(0), state, schema=1, durable=False)
         self.launchers.look([0])
         self.probe.look(self.launchers.views.get(0))
@@ -297,6 +299,102 @@ def test_steps_that_stand_still_while_work_is_queued_are_one_signal(engines: Eng
     engines.says = {"status": "ready", "progress": {"steps": 2, "queued": 3}}
     engines.beats(0.2)
     assert engines.statuses()["engine r1"] is Status.OK
+
+
+@pytest.mark.parametrize("canary", ["r1", None])
+def test_an_engine_on_trial_accuses_its_release_not_the_gpu(engines: EngineWorld, canary: str | None) -> None:
+    """A canary, and one whose golden answers are being recorded (no slot names it); both beside stable's engine."""
+    engines.slots = {"stable": "r0", "canary": canary} if canary else {"stable": "r0"}
+    engines.others = [engines.entry | {"release": "r0", "pid": 8}]
+    engines.report(restarts=2)
+    assert engines.beats(0.2) == [] and engines.statuses()["engine r0"] is Status.OK
+    engines.report(state="backoff", pid=None, restarts=3, last_exit="killed by SIGSEGV")
+    engines.report(state="ready", pid=9)
+    error = {"number": 1, "kind": "nonfinite", "where": {"op": "embed"}, "error": "NaN", "age_seconds": 1.0}
+    engines.says = {"status": "ready", "progress": {"steps": 1, "queued": 3}, "errors": {"recent": [error]}}
+    engines.others = []  # it would answer the same
+    engines.probe.compare = lambda release: True  # type: ignore[method-assign]
+    engines.report()
+    engines.beats(1.0)
+    assert [signal.key for signal in engines.signals] == ["trial:error", "trial:nonfinite", "trial:stalled"]
+    engines.report(state="failed", pid=None, last_exit="exit status 1")
+    assert engines.signals[-1].key == "trial:error"
+
+
+def test_stable_is_compared_at_once_when_an_engine_on_trial_is_wrong(engines: EngineWorld) -> None:
+    engines.slots = {"stable": "r0", "canary": "r1"}
+    engines.others = [engines.entry | {"release": "r0", "pid": 8}]
+    compared: list[str] = []
+    engines.probe.compare = compared.append  # type: ignore[assignment, method-assign]
+    engines.report(restarts=2)
+    engines.beats(0.2)
+    assert compared == []
+    engines.report(restarts=3, pid=9, last_exit="killed by SIGSEGV")
+    engines.beats(0.2)
+    assert "r0" in compared
+
+
+def engine(release: str, state: str = "ready", since: float = 10.0) -> EngineView:
+    return EngineView(release, "m", Path("/s"), state, True, None, 7, since, 0, "exit status 1")
+
+
+def launcher(*engines: EngineView, wanted: tuple[str, ...], stable: str | None = "v1") -> LauncherView:
+    return LauncherView(0, "GPU-0", engines, frozenset(wanted), stable, {}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("view", "settled", "starting", "failed"),
+    [
+        (launcher(engine("v1"), wanted=("v1",)), True, True, None),
+        (launcher(engine("v1", since=1.0), wanted=("v1",)), False, False, None),
+        (launcher(engine("v1", "loading"), wanted=("v1",)), False, True, None),
+        (launcher(engine("v1", "failed"), wanted=("v1",)), False, False, "v1"),
+        (launcher(wanted=("v1",)), False, False, None),
+        (launcher(wanted=(), stable=None), True, False, None),
+        # a canary beside it: does not hold up, does not fail the GPU
+        (launcher(engine("v1"), engine("v2", "failed"), wanted=("v1", "v2")), True, True, None),
+        (launcher(engine("v1"), engine("v2", "loading"), wanted=("v1", "v2")), True, True, None),
+        (launcher(engine("v1", "loading"), engine("v2"), wanted=("v1", "v2")), False, True, None),
+        (launcher(engine("v2"), wanted=("v1", "v2")), False, False, None),
+        # exclusive placement: the canary has this GPU alone
+        (launcher(engine("v2"), wanted=("v2",)), True, True, None),
+        (launcher(engine("v2", "starting"), wanted=("v2",)), False, True, None),
+        (launcher(engine("v2", "failed"), wanted=("v2",)), True, True, None),
+        (launcher(wanted=("v2",)), False, False, None),
+    ],
+)
+def test_whose_engine_vouches_for_a_gpu(
+    view: LauncherView, settled: bool, starting: bool, failed: str | None
+) -> None:  # fmt: skip
+    """Since second 5."""
+    found = view.failed(5.0)
+    assert (view.settled(5.0), view.starting(5.0), found and found.release) == (settled, starting, failed)
+
+
+SAME, DIFFERENT = {"verdict": "same"}, {"verdict": "different", "logits_differ": True, "details": ["prompt 3"]}
+WEIGHTS, NOTHING = {"verdict": "different", "weights_differ": True}, {"error": "timed out"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "ok", "key"),
+    [
+        ({"v1": SAME}, True, None),
+        ({"v1": DIFFERENT}, False, "golden:mismatch"),
+        ({"v1": NOTHING}, None, None),
+        ({"v1": SAME, "v2": DIFFERENT}, True, None),
+        ({"v1": SAME, "v2": NOTHING}, True, None),
+        ({"v1": NOTHING, "v2": SAME}, None, None),
+        ({"v1": DIFFERENT, "v2": SAME}, False, "golden:mismatch"),
+        ({"v1": SAME, "v2": WEIGHTS}, False, "checksum:mismatch"),
+        ({"v2": DIFFERENT}, True, None),
+    ],
+)
+def test_answers_of_a_release_on_trial_do_not_decide_about_the_gpu(
+    answers: dict[str, dict[str, Any]], ok: bool | None, key: str | None
+) -> None:  # fmt: skip
+    found = judge(answers, launcher(wanted=tuple(answers)))
+    assert (found.ok, found.key) == (ok, key)
+    assert "v2" not in answers or key or ok is None or "v2, on trial" in found.detail
 
 
 def test_no_answer_is_unknown_and_then_said_once(engines: EngineWorld) -> None:
