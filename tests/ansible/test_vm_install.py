@@ -138,12 +138,13 @@ def test_daemon_reload_under_load_is_harmless(host: Host) -> None:
 def test_an_uncorrectable_error_while_clients_stream(host: Host) -> None:
     with vm_faults.scripted(host) as faults:
         pids = [host.engine(gpu)["pid"] for gpu in (0, 1)]
+        before = [[state for state in host.way(gpu) if state != "SUSPECT"] for gpu in (0, 1)]
         with host.traffic(CLIENTS) as traffic:
             traffic.wait(8)
-            faults.inject(0, "ecc:uncorrected")
-            faults.wait_repaired(0)
+            faults.uncorrectable(0)
+            faults.wait_way(0, before[0] + vm_faults.REPAIR)
             traffic.wait(8)
-        assert [state for state in host.way(0) if state != "SUSPECT"] == vm_faults.REPAIR and host.way(1) == []
+        faults.wait_way(1, before[1])
         assert faults.resets() == [1, 0] and faults.all_is_back()
         phases = faults.phases(0)
         print(f"{sum(phases.values()):.1f} s: {phases}; {traffic.done} requests of {CLIENTS} clients, the longest "

@@ -25,6 +25,14 @@ _POLICY = "/etc/appliance/healthcheck.toml"
 # A minute's waits become seconds; deadlines stay, software emulation needs them.
 _QUICK = "schema = 1\n[limits]\nprobe_interval = 3.0\n[timeouts]\nprobation = 3.0\n"
 _CURED = {"uncorrected_volatile": 0, "recovery_action": 0}
+_UNCORRECTABLE = """
+from pathlib import Path
+from healthcheck.script_edit import add_event, set_fields
+script, uuid = Path({script!r}), {uuid!r}
+set_fields(script, uuid, uncorrected_volatile=1, uncorrected_aggregate=1, recovery_action=1)
+add_event(script, uuid, "double_bit")
+add_event(script, uuid, "xid", xid=48)
+"""
 
 
 class Inside:
@@ -65,25 +73,33 @@ class Faults:
         cure = {"gpus": {uuid: {"fields": _CURED} for uuid in UUIDS}}
         fault_box.install(self._inside, UUIDS, on_reset=[{"file": _SCRIPT, "merge": cure}])
         vm.run(f"systemctl restart {WATCHDOG}", timeout=300)
-        vm.wait_until(lambda: "v1" in str(self.gpu(0)) and "v1" in str(self.gpu(1)), "golden answers are known", 120)
+        vm.wait_until(
+            lambda: all(self._well(gpu) for gpu in (0, 1)), "both GPUs are well, and golden answers known", 300
+        )
 
     def remove(self) -> None:
         vm = self._vm
-        vm.run(f"systemctl disable --now {fault_box.DCGM}", check=False)
+        vm.run(f"systemctl stop {WATCHDOG} {fault_box.DCGM}", timeout=300)
         vm.run(f"rm -rf {_DROP_IN.rpartition('/')[0]} {_POLICY} {_SCRIPT} {fault_box.SMI} {fault_box.SMI}.json "
                f"/etc/default/appliance /etc/systemd/system/{fault_box.DCGM}")  # fmt: skip
-        vm.run(f"systemctl daemon-reload; systemctl restart {WATCHDOG}", timeout=300)
+        vm.run(f"systemctl daemon-reload; systemctl start {WATCHDOG}", timeout=300)
+
+    def _well(self, gpu: int) -> bool:
+        shown = self.gpu(gpu)
+        return shown["state"] == "HEALTHY" and "v1" in str(shown["checks"])
 
     def gpu(self, gpu: int) -> dict[str, Any]:
         return dict(json.loads(self._vm.run("healthcheck status --json", check=False).stdout)["gpus"][gpu])
 
-    def inject(self, gpu: int, key: str) -> None:
-        self._vm.run(f"healthcheck inject-fault {gpu} {key} --i-know")
+    def uncorrectable(self, gpu: int) -> None:
+        """What a GPU shows then: counters, the recovery action that the driver asks for, NVML's events, the Xid."""
+        self._vm.run(f"{_PYTHON} -P -c {shlex.quote(_UNCORRECTABLE.format(script=_SCRIPT, uuid=UUIDS[gpu]))}")
 
-    def wait_repaired(self, gpu: int, timeout: float = 600.0) -> None:
+    def wait_way(self, gpu: int, way: list[str], timeout: float = 600.0) -> None:
+        """Until the watchdog has had this GPU go this way. SUSPECT, which may be seen or not, is left out."""
         deadline = time.monotonic() + timeout
-        while self._host.way(gpu)[-1:] != ["HEALTHY"]:
-            assert time.monotonic() < deadline, (self.gpu(gpu), self._vm.journal(WATCHDOG))
+        while (gone := [state for state in self._host.way(gpu) if state != "SUSPECT"]) != way:
+            assert time.monotonic() < deadline and gone == way[: len(gone)], (gone, self._vm.journal(WATCHDOG))
             time.sleep(1)
 
     def phases(self, gpu: int) -> dict[str, float]:
