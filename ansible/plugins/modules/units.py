@@ -61,7 +61,10 @@ def plan(names: list[str], shown: dict[str, dict[str, str]]) -> tuple[list[str],
 
 def main() -> None:
     module = AnsibleModule(
-        argument_spec={"names": {"type": "list", "elements": "str", "required": True}}, supports_check_mode=True
+        argument_spec={
+            "names": {"type": "list", "elements": "str", "required": True},
+        },
+        supports_check_mode=True,
     )
     names = module.params["names"]
     command = ["systemctl", "show", "--property=Id,LoadState,UnitFileState,ActiveState", "--", *names]
