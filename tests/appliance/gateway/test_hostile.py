@@ -347,7 +347,7 @@ async def test_a_worker_that_dies_or_babbles_in_a_line_ends_nobody_else(last):
 async def test_a_worker_that_cannot_be_started_now_is_started_later(host, monkeypatch):
     """No processes or descriptors left: the other workers serve on, and the supervisor tries again."""
     supervisor = object.__new__(workers.Supervisor)
-    supervisor._worker = type("W", (), {"stop": asyncio.Event()})()  # type: ignore[assignment]
+    supervisor.worker = type("W", (), {"stop": asyncio.Event()})()  # type: ignore[assignment]
     supervisor._children = []
     tried = 0
 
@@ -355,7 +355,7 @@ async def test_a_worker_that_cannot_be_started_now_is_started_later(host, monkey
         nonlocal tried
         tried += 1
         if tried > 2:
-            supervisor._worker.stop.set()
+            supervisor.worker.stop.set()
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(workers.Supervisor, "_start", start)
