@@ -245,7 +245,13 @@ def test_commands_and_exit_codes(paths: Paths, capsys: pytest.CaptureFixture[str
 def test_watch_into_a_pipe_appends_and_ends_with_its_interrupt(paths: Paths, as_json: bool) -> None:
     command = [*python_module("appliance"), "status", "--watch", "0.2", *(["--json"] if as_json else [])]
     env = python_env() | {"APPLIANCE_ROOT": os.environ["APPLIANCE_ROOT"]}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as watching:
+
+    def interruptible() -> None:  # who runs us in the background (sh, nohup) has it ignored, and children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=interruptible
+    ) as watching:  # fmt: skip
         assert watching.stdout is not None
         seen = ""
         for line in watching.stdout:
