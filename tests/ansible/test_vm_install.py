@@ -169,7 +169,7 @@ def test_upgrade_to_a_second_release_and_back_under_load(host: Host, newer: dict
 
 
 @pytest.mark.parametrize(
-    ("release", "model"), [("slow", {"num_hidden_layers": 100}), ("erring", {"poison_token": ord(POISON)})]
+    ("release", "model"), [("slow", {"num_hidden_layers": 60}), ("erring", {"poison_token": ord(POISON)})]
 )
 def test_a_bad_canary_is_rolled_back_by_itself(
     host: Host, canary: Canary, release: str, model: dict[str, int]

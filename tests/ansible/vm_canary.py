@@ -21,7 +21,7 @@ POLICY = {
     "min_connections": 10, "ttft_not_worse": False, "settle_seconds": 2.0, "cooldown": 0.0, "liveness_seconds": 20.0,
     "progress_deadline": 400.0,
 }  # fmt: skip
-LIMIT = {"metric": "request", "seconds": 2.5, "share": 0.1}
+LIMIT = {"metric": "request", "seconds": 5.0, "share": 0.2}
 _NETFILTER = "/usr/lib/appliance/current/venv/bin/python -P -m canary.netfilter"
 # nft goes with the packages of the bundle; /tmp does not count as left over.
 _KEEP_NFT = (
@@ -68,7 +68,7 @@ class Canary:
         """Until the block ends; then what the requests came to."""
         program = Path(clients.__file__)
         where = ["127.0.0.1", str(self._vm.port(8000)), clients.POISON]
-        options = ["--model", "tiny", "--key", KEY, "--tokens", "8", "--think", "0.3"]
+        options = ["--model", "tiny", "--key", KEY, "--tokens", "16", "--think", "0.3"]
         process = subprocess.Popen(
             [sys.executable, program, *where, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
