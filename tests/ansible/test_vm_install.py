@@ -32,6 +32,12 @@ pytestmark = [
     pytest.mark.xdist_group("vm"),
     pytest.mark.skipif(not WANTED, reason="twenty minutes; in CI (CI=true) or with APPLIANCE_FULL=1"),
 ]
+
+
+def only_full(time: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not FULL, reason=f"{time}; with APPLIANCE_FULL=1")
+
+
 PROMPTS = {f"request {number}": 24 + 8 * number for number in range(4)}
 SCOPE = "/sys/fs/cgroup/appliance.slice/appliance-gpu{0}.slice/appliance-gpu{0}-{1}.scope"
 CLIENTS = 32
@@ -169,7 +175,11 @@ def test_upgrade_to_a_second_release_and_back_under_load(host: Host, newer: dict
 
 
 @pytest.mark.parametrize(
-    ("release", "model"), [("slow", {"num_hidden_layers": 60}), ("erring", {"poison_token": ord(POISON)})]
+    ("release", "model"),
+    [
+        pytest.param("slow", {"num_hidden_layers": 60}, marks=only_full("five minutes")),
+        ("erring", {"poison_token": ord(POISON)}),
+    ],
 )
 def test_a_bad_canary_is_rolled_back_by_itself(
     host: Host, canary: Canary, release: str, model: dict[str, int]
