@@ -210,8 +210,7 @@ def test_a_good_canary_is_promoted_and_settles(host: Host, canary: Canary) -> No
 
 
 def test_after_a_reboot_in_mid_canary_and_a_power_cut_all_is_back(host: Host, canary: Canary) -> None:
-    canary.run("start v1 --step-time 30m")
-    host.vm.wait_until(lambda: canary.weight() == 50, "the canary has half of the connections", 300)
+    canary.hold("v1", 50)
     for cut in (False, True):
         if cut:
             host.vm.kill()

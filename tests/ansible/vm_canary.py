@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,18 @@ class Canary:
         took = {result["weight"]: result["seconds"] for result in run["results"]}
         print(f"{release}: {run['phase']} ({run['reason']}); steps {took}; {ends}")
         return done.returncode, run, ends
+
+    def hold(self, release: str, weight: float, timeout: float = 600.0) -> None:
+        """Starts a run that stays at its first step, and waits until the rule has this weight."""
+        deadline = time.monotonic() + timeout
+        self.run(f"start {release} --step-time 30m")
+        while self.weight() != weight:
+            run = self.status()["run"]
+            assert time.monotonic() < deadline, run
+            if run["stage"] == "over":  # an emulated systemd may take longer for a scope than we wait for it
+                assert "systemd did not answer" in run["reason"], run["reason"]
+                self.run(f"start {release} --step-time 30m")
+            time.sleep(1)
 
     @contextmanager
     def load(self) -> Iterator[dict[str, int]]:
