@@ -33,6 +33,8 @@ another engine.drain_timeout).
 exit codes: 0 rolled back, or on its way (--wait: done), 1 failed, 3 --wait: timed out, 4 over or past the commit point
 """
 _ANSWER_SECONDS = 5.0
+LAST_RESORT = "iptables -t nat -F APPLIANCE-CANARY; ip6tables -t nat -F APPLIANCE-CANARY"
+"""Weight 0 with nothing of ours: a chain without a rule sends every new connection to stable."""
 _RESTART = "systemctl restart appliance-canary: it ends the run first of all"
 
 
@@ -101,7 +103,7 @@ def _rule_to_zero(paths: Paths, present: Run | None) -> float | None:
     except (ApplianceError, OSError) as error:
         report_error(
             f"the rule could not be set to 0 from here: {reason_of(error)}",
-            hint="last resort: `python -P -m canary.netfilter down` with the appliance's python",
+            hint=f"last resort, as root: {LAST_RESORT}",
         )
         return None
     return time.monotonic() - began

@@ -240,6 +240,32 @@ def test_the_disk_fills_up_in_any_phase(disk: World, phase: str) -> None:
     events_are_whole(disk, "1")
 
 
+def test_a_disk_that_became_read_only_after_an_error(disk: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its locks can still be had, so there is one controller, and the rule goes to 0."""
+    with ControllerProcess(disk.paths) as controller:
+        in_step(disk, controller)
+        os.kill(controller.pid, signal.SIGKILL)
+        controller.wait()
+    remount(disk, "ro")
+    try:
+        with ControllerProcess(disk.paths) as controller:
+            until(lambda: disk.rules.read().weight == 0, "the rule was not set to 0")
+            assert "Read-only" in controller.call("status")["run"]["problem"]
+            assert main(["rollback", "--kill"]) == 0 and "Read-only" in capsys.readouterr().err
+            assert controller.call("status")["run"]["reason"] == "by hand"
+        assert main(["rollback", "--kill"]) == 1 and "is not ended" in capsys.readouterr().err
+    finally:
+        remount(disk, "rw")
+    with ControllerProcess(disk.paths) as controller:
+        run = controller.run_to_end()
+    assert run is not None and (run["phase"], run["reason"]) == ("aborted", "by hand")
+    check_rolled_back(disk)
+
+
+def remount(world: World, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", world.paths.state], check=True)
+
+
 # -- canary.json is damaged
 
 
@@ -330,6 +356,19 @@ def test_rollback_with_a_damaged_state_and_no_controller(
     check_rolled_back(world)
     assert main(["status"]) == 0 and "aborted" in capsys.readouterr().out
     assert main(["cleanup"]) == 0
+
+
+@pytest.mark.parametrize("effect", range(1, 9))
+def test_killed_while_it_takes_over_what_a_lost_run_has_left(world: World, effect: int) -> None:
+    """At each of the first things that it does; the next one goes on."""
+    orphan(world, "truncated")
+    with ControllerProcess(world.paths, kill_at=effect, after=effect % 2 == 0) as controller:
+        assert controller.wait() == -signal.SIGKILL
+    with ControllerProcess(world.paths) as controller:
+        until(lambda: (run := controller.call("status")["run"]) and run["phase"] == "aborted", "it did not end")
+    check_rolled_back(world)
+    assert world.rules.history().count(10) == 1
+    assert len(list(world.paths.state.glob("canary.json.damaged-*"))) == 1
 
 
 def test_cleanup_with_a_damaged_state(world: World, capsys: pytest.CaptureFixture[str]) -> None:
