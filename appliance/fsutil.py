@@ -75,7 +75,12 @@ def locked(
     """Holds an exclusive flock on `path` (created if missing, for its owner alone: whoever may open a file for reading
     may lock it); the kernel drops it when the process dies, however it
     dies. If another process holds it: calls `on_wait` once and waits for at most `wait_seconds`, then BusyError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)  # the same file, so the same lock
     try:
         if not _try_lock(fd) and not (wait_seconds > 0 and _wait_for_lock(fd, wait_seconds, on_wait)):
             waited = f" (waited {wait_seconds:g} s)" if wait_seconds > 0 else ""

@@ -104,6 +104,10 @@ class Paths:
         return self.state / "canary-abort.json"
 
     # -- /run
+    @property
+    def canary_abort_volatile(self) -> Path:  # owner: `canary rollback`, where canary_abort cannot be written
+        return self.run / "canary-abort.json"
+
     def gpu_run(self, gpu: int) -> Path:
         return self.run / f"gpu{gpu}"
 

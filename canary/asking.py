@@ -11,7 +11,7 @@ from typing import Any
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
 from canary.client import Client, NoController
-from canary.run import ENDED, to_state
+from canary.run import ENDED, Run, to_state
 from canary.store import Store
 
 Document = dict[str, Any]
@@ -38,23 +38,30 @@ def ask(paths: Paths, op: str, *, timeout: float = 60.0, **args: Any) -> Documen
 
 
 def read_document(paths: Paths, run: str | None = None) -> Document:
-    """What the controller says, or, where it is down or `run` is an earlier one, what is on disk. NoRun."""
+    """What the controller says, or, where it is down or `run` is an earlier one, what is on disk. NoRun, Damaged."""
     try:
         document = Client(paths).call("status", timeout=5.0)
     except NoController as error:
-        present = Store(paths).load()
-        document = {
-            "ok": True, "schema": 1, "controller": False, "controller_error": error.message,
-            "run": to_state(present) if present else None, "boot": time.clock_gettime(time.CLOCK_BOOTTIME), "live": {},
-        }  # fmt: skip
+        document = offline(Store(paths).load()) | {"controller_error": error.message}
     if run is not None and (document["run"] or {}).get("id") != run:
-        found = next((one for one in Store(paths).history() if one.id == run), None)
+        skipped: list[str] = []
+        found = next((one for one in Store(paths).history(skipped) if one.id == run), None)
         if found is None:
-            raise NoRun(f"there is no run {run}", hint="`canary list`")
+            name = str(paths.canary_runs / f"{run}.json")
+            why = next((line for line in skipped if line.startswith(name)), None)
+            raise NoRun(why or f"there is no run {run}", hint="`canary list`; `canary events` has what happened")
         document |= {"run": to_state(found), "live": {}}
     if document["run"] is None:
         raise NoRun("there was no run on this host yet", hint="canary start RELEASE")
     return document
+
+
+def offline(run: Run | None) -> Document:
+    """As the controller's answer to "status", from what is on disk."""
+    return {
+        "ok": True, "schema": 1, "controller": False, "run": to_state(run) if run else None,
+        "boot": time.clock_gettime(time.CLOCK_BOOTTIME), "live": {},
+    }  # fmt: skip
 
 
 def wait_over(

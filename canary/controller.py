@@ -3,6 +3,9 @@
 Every change goes the same way: machine.step gives the run after the event -> saved (fsync) -> announced (event) -> and
 only then done (plan -> rule, pointers, marker, jobs). A kill anywhere leaves a state file that says what to go on with;
 `start` does so. Rules that cannot be changed stop nothing else: aborts and deadlines are looked at first, each tick.
+
+Only weight 0 needs no record. A run that cannot be saved (a full disk) gets it at once, and nothing else of it begins
+until its rollback is saved (keeper.py).
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ from appliance.launcher.loop import Loop, Timer
 from appliance.launcher.state import say
 from appliance.log import ApplianceError, BusyError
 from appliance.notify import Notifier
-from appliance.slots import pointer
-from canary import happenings, machine
+from canary import happenings
 from canary.happenings import Now
 from canary.jobs import job_of
+from canary.keeper import Keeper
+from canary.lost import take_over
 from canary.machine import final_due, plan
 from canary.observer import Observer
 from canary.outcome import fail, wait
 from canary.placement import Placement
+from canary.pointers import is_committed, moved_pointer
 from canary.preflight import now as clock
 from canary.run import Phase, Run, Stage
 from canary.seams import Parts
-from canary.store import Store, boot_id
+from canary.store import AbortWish, Damaged, Store, boot_id, reason_of
 from canary.types import Outcome
 from canary.worker import Cancelled, Worker
 
@@ -71,7 +76,7 @@ class Controller:
         notifier: Notifier | None = None, now: Callable[[], Now] = clock,
     ) -> None:  # fmt: skip
         self.store, self.placement, self.parts, self.loop = store, placement, parts, loop
-        self.run: Run | None = None
+        self._keeper = Keeper(store, now)
         self.live = Live()
         self.observer: Observer | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -85,40 +90,55 @@ class Controller:
         self._timer: Timer | None = None
         self._acting = False
 
+    @property
+    def run(self) -> Run | None:
+        """The present or last one."""
+        return self._keeper.run
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why the run cannot be saved; it waits with weight 0."""
+        return self._keeper.unsaved.problem if self._keeper.unsaved is not None else None
+
     # -- start and end ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Goes on with what the state file says. StateError, RunError: a human has to look."""
-        run = self.store.load()
-        if run is not None:
-            self.store.announce_missing(run)
-        if run is None or run.over:
-            self.run = run
-            self._clean()
+    def start(self, wish: AbortWish | None = None) -> None:
+        """Goes on with what the state file says; rolls back what a lost one has left. `wish`: one that is not on
+        disk."""
+        try:
+            run = self.store.load()
+        except Damaged as error:
+            run = take_over(self.store, self.placement, self.parts.rules, error, self._now())
             if run is not None:
-                self.store.archive(run)
+                self._begin(run)
+                self._keeper.put(run)
         else:
-            self._begin(run)
-            committed = pointer(self.store.paths, "stable") == run.release
-            self._decide(happenings.Resumed(boot_id(), committed))
+            if run is not None:
+                self.store.announce_missing(run)
+                if not run.over:
+                    self._begin(run)
+                    self._decide(happenings.Resumed(boot_id(), is_committed(self.store.paths, run)))
+        if run is None or run.over:
+            self._keeper.run = run
+            self._clean()
+            self._keeper.archive()
+        else:
+            if wish is not None and self.run is not None and not self.run.committed:
+                self._decide(wish.event())
             self._look_for_abort()  # before anything of this run is begun again
             # The rule may still be less than what the file says; it becomes so once the canary is seen to live.
             self._act()
         self._tick()
 
     def begin(self, run: Run) -> None:
-        """A new run, checked by the caller."""
-        if self.run is not None and not self.run.over:
-            raise BusyError(f"run {self.run.id} is {self.run.phase}", hint="`canary status`")
-        if self.run is not None:
-            self.store.archive(self.run)
-        self.store.clear_abort()
+        """A new run, checked by the caller. Refused, and nothing is begun, where it cannot be saved."""
+        self._keeper.begin(run)
         self._begin(run)
-        self._put(run)
         self._act()
+        self.on_change()
 
     def _begin(self, run: Run) -> None:
-        self.run = run
+        self._keeper.run = run
         self._weight = None
         self.observer = Observer(run, self.parts)
 
@@ -129,9 +149,9 @@ class Controller:
             if state.weight:
                 self.parts.rules.set_weight(state.run or "0", 0.0)
                 say(f"rule of run {state.run} with {state.weight:g} % found and no run: set to 0")
-        except ApplianceError as error:
-            self.live.rule_error = error.message
-        self.store.mark(None, None)
+        except (ApplianceError, OSError) as error:
+            self.live.rule_error = reason_of(error)
+        self._set_marker(None, None)
 
     def close(self) -> None:
         """The run goes on in the file; whoever starts next goes on with it."""
@@ -143,26 +163,19 @@ class Controller:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, event: happenings.Event) -> None:
-        """One event: decided, saved, announced, done. happenings.Refused for a command that makes no sense now."""
+        """One event: decided, saved, announced, done. happenings.Refused for a command that makes no sense now, or
+        could not be saved."""
         self._decide(event)
         self._act()
+        self._keeper.check(event)
 
     def _decide(self, event: happenings.Event) -> None:
         assert self.run is not None
-        before, after = self.run, machine.step(self.run, event, self._now())
-        if after is not before:
-            self._put(after)
-            self._note_step(before, after)
-
-    def _put(self, run: Run) -> None:
-        moved = self.run is None or run.seq != self.run.seq or run is self.run
-        self.store.save(run)
-        self.run = run
-        if moved:
-            self.store.announce(run)
-            words = [f"run {run.id} {run.phase}/{run.stage}", f"weight {run.weight:g}", run.reason or run.problem or ""]
-            say(" ".join(word for word in words if word))
-        self.on_change()
+        before = self.run
+        if self._keeper.decide(event):
+            self._note_step(before, self.run)
+        if self.run is not before:
+            self.on_change()
 
     def _note_step(self, before: Run, after: Run) -> None:
         began = after.stage is Stage.OBSERVE and before.stage in (Stage.HOOK, Stage.MOVE)
@@ -175,10 +188,14 @@ class Controller:
             return
         self._acting = True
         try:
+            if self.unsaved is not None:
+                self._set_rule(0.0)
+                self._hands.cancel_others(None)
+                return
             wanted = plan(self.run, self._now().boot)
             self._set_rule(wanted.weight)
             if wanted.redirect:
-                with suppress(ApplianceError):  # tried again with the next tick
+                with suppress(ApplianceError, OSError):  # tried again with the next tick
                     self.placement.redirect(self.run)
             self._set_marker(self.run.id if wanted.marker else None, wanted.draining_slot)
             self._hands.cancel_others(wanted.job)
@@ -193,9 +210,7 @@ class Controller:
 
     def _end(self) -> None:
         assert self.run is not None
-        if self._weight == 0.0 and self.observer is not None:
-            self.store.archive(self.run)
-            self.store.clear_abort()
+        if self._weight == 0.0 and self.observer is not None and self._keeper.archive():
             self.observer = None
             self.on_change()
 
@@ -212,10 +227,10 @@ class Controller:
         self._rule_at = self.loop.time()
         try:
             self.parts.rules.set_weight(self.run.id, weight)
-        except ApplianceError as error:
+        except (ApplianceError, OSError) as error:
             if self.live.rule_error is None:
-                say(f"<3>the rule cannot be set to {weight:g} %: {error.message}")
-            self.live.rule_error = error.message
+                say(f"<3>the rule cannot be set to {weight:g} %: {reason_of(error)}")
+            self.live.rule_error = reason_of(error)
             return
         self._weight, self.live.rule, self.live.rule_error = weight, weight, None
         self.live.rule_seconds = self.loop.time() - self._rule_at
@@ -234,8 +249,8 @@ class Controller:
                 self.live.drift = self.parts.rules.repair() or list(state.drift)
                 self.live.repairs += 1
                 self.store.announce(_told(self.run, "drift", drift=self.live.drift))
-        except ApplianceError as error:
-            self.live.rule_error = error.message
+        except (ApplianceError, OSError) as error:
+            self.live.rule_error = reason_of(error)
         if self.run.over or self.run.phase in (Phase.ROLLING_BACK, Phase.SETTLING):
             self._eyes.submit("draining", lambda _: self.parts.rules.draining())  # a large table takes a while
 
@@ -274,9 +289,12 @@ class Controller:
     def tick(self) -> None:
         """One look at everything. Abort and deadline first: nothing that fails below may keep them waiting."""
         assert self.run is not None
+        if self._keeper.save_again():
+            self.on_change()
         self._look_for_abort()
         self.handle(happenings.Tick())
-        self._look_at_pointers()
+        if not self.run.over and (moved := moved_pointer(self.store.paths, self.run)) is not None:
+            self.handle(happenings.Trip(moved))
         run, now = self.run, self.loop.time()
         if run.phase is Phase.ROLLING_BACK and run.stage is Stage.DRAIN:
             self._look_at_drain(run)
@@ -298,19 +316,6 @@ class Controller:
         wish = self.store.abort_wish(self.run.id)
         if wish is not None:
             self.handle(wish.event())
-
-    def _look_at_pointers(self) -> None:
-        """Somebody else changed a slot: then these numbers mean nothing any more."""
-        run = self.run
-        assert run is not None
-        if run.committed or run.over or run.phase is Phase.ROLLING_BACK or (run.phase, run.stage) == _COMMIT:
-            return
-        if (stable := pointer(self.store.paths, "stable")) != run.stable:
-            self.handle(happenings.Trip(f"the slot stable was changed to {stable} by somebody else"))
-            return
-        canary = pointer(self.store.paths, "canary")
-        if run.phase in (Phase.STEP, Phase.PROMOTING) and canary != run.release:
-            self.handle(happenings.Trip(f"the slot canary was changed to {canary} by somebody else"))
 
     def _look_at_drain(self, run: Run) -> None:
         self.live.in_work = self.placement.in_work(run)
@@ -343,8 +348,8 @@ class Controller:
                 alive = run.skip_analysis or (self.observer is not None and self.observer.alive)
                 if wish is None and alive:
                     result = self.placement.commit(run)
-        except ApplianceError as error:
-            result, wish, alive = wait(error.message), None, True
+        except (ApplianceError, OSError) as error:
+            result, wish, alive = wait(reason_of(error)), None, True
         if wish is not None:
             self.handle(wish.event())
         elif not alive:

@@ -53,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(paths: Paths, args: argparse.Namespace) -> int:
-    runs = [to_state(run) for run in Store(paths).history()][-args.n :]
+    skipped: list[str] = []
+    runs = [to_state(run) for run in Store(paths).history(skipped)][-args.n :]
+    for problem in skipped:
+        print(printable(f"left out: {problem}"), file=sys.stderr)
     if args.json:
-        emit_json({"schema": 1, "runs": runs})
+        emit_json({"schema": 1, "runs": runs, "skipped": skipped})
     elif not runs:
         raise NoRun("there was no run on this host yet", hint="canary start RELEASE")
     else:

@@ -1,26 +1,29 @@
 """`canary rollback` (alias abort): works with the controller up, down or hanging.
 
-The wish is written first, durably: whoever controls the run, now or after a restart, acts on it before anything else.
-Then the controller is told; where none runs this process takes its lock and does the work; where one holds the lock and
-does not answer, the rule is set to 0 from here, and it will do the rest when it comes back to itself.
+The rule is set to 0 first: the safe direction needs no record, no disk and no controller. Then the wish is written,
+durably: whoever controls the run, now or after a restart, acts on it before anything else. Then the controller is told;
+where none runs this process takes its lock and does the work; one that holds the lock and does not answer will do the
+rest when it comes back to itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 
 from appliance.arguments import add_common, set_epilog
 from appliance.log import ApplianceError, BusyError, ExitCode, printable, report_error
 from appliance.paths import Paths
 from canary.arguments import duration, run_id
-from canary.asking import Document, ask, read_document, wait_over, whoami
-from canary.client import NoController
+from canary.asking import Document, ask, offline, wait_over, whoami
+from canary.client import ControllerError, NoController
 from canary.control_cli import reason, show
+from canary.happenings import Refused
 from canary.run import Run
-from canary.seams import Parts
-from canary.service import quick_rule, roll_back_here
-from canary.store import AbortWish, Store
+from canary.service import roll_back_here
+from canary.store import AbortWish, Damaged, Store, reason_of
 from canary.wiring import real_parts
 
 EPILOG = """\
@@ -30,6 +33,9 @@ another engine.drain_timeout).
 exit codes: 0 rolled back, or on its way (--wait: done), 1 failed, 3 --wait: timed out, 4 over or past the commit point
 """
 _ANSWER_SECONDS = 5.0
+LAST_RESORT = "iptables -t nat -F APPLIANCE-CANARY; ip6tables -t nat -F APPLIANCE-CANARY"
+"""Weight 0 with nothing of ours: a chain without a rule sends every new connection to stable."""
+_RESTART = "systemctl restart appliance-canary: it ends the run first of all"
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -46,41 +52,103 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 def run(args: argparse.Namespace) -> int:
     paths, drain = Paths.default(), 0.0 if args.kill else args.drain
-    present = _present(paths, args.run)
-    Store(paths).wish_abort(AbortWish(present.id, args.reason, whoami(), drain))
+    _need_root(paths)
+    store = Store(paths)
+    present, lost = _present(store, args.run)
+    took = _rule_to_zero(paths, present)
+    wish = AbortWish(present.id if present else "0", args.reason, whoami(), drain)
+    problem = _write_wish(store, wish) if present else None
     try:
-        document = ask(paths, "rollback", timeout=_ANSWER_SECONDS, run=present.id, reason=args.reason, drain=drain)
+        document = ask(paths, "rollback", timeout=_ANSWER_SECONDS, run=args.run, reason=args.reason, drain=drain)
     except NoController as error:
-        document = _without_controller(paths, present, error, real_parts(paths), args.timeout)
+        document = _without_controller(paths, wish, error, args.timeout, held_up=took is None)
+        problem = problem if document["controller"] else document["problem"]
+    except ControllerError as error:
+        if lost is None:
+            raise
+        raise ApplianceError(f"{lost.message}; the controller says: {error.message}", hint=_RESTART) from None
     code = ExitCode.DONE
-    if args.wait:
-        document, code = wait_over(paths, present.id, args.timeout)
+    if args.wait and document["run"] and not problem:
+        document, code = wait_over(paths, document["run"]["id"], args.timeout)
         code = ExitCode.DONE if document["run"]["phase"] in ("aborted", "failed") else code
-    show(document, as_json=args.json)
-    took = document["live"].get("rule_seconds")
-    if took is not None and not args.json:
+    if document["run"] or args.json:
+        show(document, as_json=args.json)
+    if took is not None:
         print(f"the rule was at 0 after {1000 * took:.0f} ms", file=sys.stderr)
-    return code
+    if problem:
+        report_error(problem, hint="free some space on that disk (`df -h`), then `canary rollback` again")
+        return ExitCode.FAILED
+    return ExitCode.FAILED if took is None and not document["controller"] else code
 
 
-def _present(paths: Paths, pinned: str | None) -> Run:
-    found = Store(paths).load()
-    if found is None or pinned not in (None, found.id):
-        what = f"run {pinned} is not the present one" if found else "there was no run on this host yet"
-        error = ApplianceError(what, hint="`canary list`")
-        error.exit_code = ExitCode.REFUSED
-        raise error
-    return found
+def _need_root(paths: Paths) -> None:
+    if os.geteuid() != 0 and not os.access(paths.state, os.W_OK):
+        raise Refused("no permission to end a run", hint="run as root")
 
 
-def _without_controller(paths: Paths, present: Run, why: NoController, parts: Parts, timeout: float) -> Document:
+def _present(store: Store, pinned: str | None) -> tuple[Run | None, Damaged | None]:
+    """The run that can be ended; or none and why that is not known."""
+    try:
+        return store.may_abort(store.load(), pinned), None
+    except Damaged as error:
+        report_error(error.message)
+        return None, error
+
+
+def _rule_to_zero(paths: Paths, present: Run | None) -> float | None:
+    """Before anything else, whatever the disk and the controller say: seconds it took; None: it could not be done."""
+    began = time.monotonic()
+    try:
+        real_parts(paths).rules.set_weight(present.id if present else "0", 0.0)
+    except (ApplianceError, OSError) as error:
+        report_error(
+            f"the rule could not be set to 0 from here: {reason_of(error)}",
+            hint=f"last resort, as root: {LAST_RESORT}",
+        )
+        return None
+    return time.monotonic() - began
+
+
+def _write_wish(store: Store, wish: AbortWish) -> str | None:
+    """On disk, or until a reboot in /run, which is enough: a reboot ends the run. Returns what is wrong if nowhere."""
+    try:
+        store.wish_abort(wish)
+        return None
+    except Refused:
+        raise
+    except (ApplianceError, OSError) as error:
+        path, why = store.paths.canary_abort, reason_of(error)
+    try:
+        store.wish_abort_volatile(wish)
+    except OSError as error:
+        return f"the wish to end run {wish.run} is nowhere on disk: {path}: {why}; /run: {reason_of(error)}"
+    note = f"{path} could not be written: {why}; the wish is in {store.paths.canary_abort_volatile} until a reboot"
+    print(f"{printable(note)} (which ends the run as well). Free some space: `df -h`", file=sys.stderr)
+    return None
+
+
+def _on_disk(paths: Paths) -> Run | None:
+    try:
+        return Store(paths).load()
+    except Damaged:
+        return None
+
+
+def _without_controller(paths: Paths, wish: AbortWish, why: NoController, timeout: float, *, held_up: bool) -> Document:
+    """`problem`: why the run is not over."""
     try:
         print(f"{printable(why.message)}: rolling back from here", file=sys.stderr)
-        roll_back_here(paths, lambda _: parts, timeout)
+        controller = roll_back_here(paths, real_parts, timeout, wish=wish)
     except BusyError:
-        quick_rule(parts, present)
-        report_error(
-            "a controller holds the run and does not answer; the rule is at 0, the rest is left to it",
-            hint="systemctl restart appliance-canary: it ends the run first of all",
-        )
-    return read_document(paths, present.id)
+        rule = "it could not be set to 0 from here" if held_up else "the rule is at 0"
+        text = f"a controller holds the run and does not answer; {rule}, the rest is left to it"
+        report_error(text, hint=_RESTART)
+        return offline(_on_disk(paths)) | {"controller": True, "problem": text if held_up else None}
+    except OSError as error:
+        why_not = f"the rule is at 0, and the run is not ended: {error.filename}: {error.strerror}"
+        return offline(None) | {"problem": why_not}
+    run, unsaved = controller.run, controller.unsaved
+    if run is None:
+        print("nothing that the lost run has left is known; no run is on now", file=sys.stderr)
+    problem = f"the rule is at 0, and run {run.id} is not ended: {unsaved}" if run and unsaved else None
+    return offline(run) | {"problem": problem, "live": {"rule": controller.live.rule}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 from appliance.arguments import add_common
@@ -13,8 +12,11 @@ from canary.asking import ask
 from canary.client import NoController
 from canary.commands import clean_up, rules_answer
 from canary.placement import Placement
-from canary.store import Store
+from canary.service import roll_back_here
+from canary.store import Damaged, Store
 from canary.wiring import real_parts
+
+_ROLL_BACK_SECONDS = 600.0
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -22,10 +24,7 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     if parser.prog.endswith(" rules"):
         parser.add_argument("--diff", action="store_true", help="only what is not as it should be; exit code 1 if any")
     else:
-        parser.add_argument(
-            "--forget", action="store_true",
-            help="controller stopped: move a canary.json that cannot be read out of the way",
-        )  # fmt: skip
+        parser.add_argument("--forget", action="store_true", help=argparse.SUPPRESS)  # is done without it by now
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,11 +58,9 @@ def _shown(value: Any) -> str:
 
 def _cleanup(paths: Paths, args: argparse.Namespace) -> int:
     try:
-        if args.forget:
-            raise NoController("--forget: the controller must be stopped")
         done = ask(paths, "cleanup")["done"]
     except NoController:
-        done = _here(paths, forget=args.forget)
+        done = _here(paths)
     if args.json:
         emit_json({"schema": 1, "done": done})
     else:
@@ -71,16 +68,16 @@ def _cleanup(paths: Paths, args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _here(paths: Paths, *, forget: bool) -> list[str]:
+def _here(paths: Paths) -> list[str]:
+    """No controller runs. What a run has left whose file cannot be read is rolled back first."""
     store, done = Store(paths), []
+    try:
+        store.load()
+    except Damaged as error:
+        done.append(error.message)
+        controller = roll_back_here(paths, real_parts, _ROLL_BACK_SECONDS)
+        if controller.unsaved is not None:
+            raise ApplianceError(f"the rule is at 0; {controller.unsaved}", hint="free some space: `df -h`") from None
+        done.append("the rule is at 0, and the file was moved aside (canary.json.damaged-TIME)")
     with store.controlling():
-        try:
-            present = store.load()
-        except ApplianceError:
-            if not forget:
-                raise
-            aside = paths.canary_run.with_name(f"canary.json.{int(time.time())}")
-            paths.canary_run.rename(aside)
-            done.append(f"{paths.canary_run} was moved to {aside}")
-            present = None
-        return [*done, *clean_up(store, Placement(paths), real_parts(paths).rules, present)]
+        return [*done, *clean_up(store, Placement(paths), real_parts(paths).rules, store.load())]

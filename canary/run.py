@@ -6,6 +6,8 @@ named `..._at` are UTC, all others are seconds of CLOCK_BOOTTIME and mean someth
 
 from __future__ import annotations
 
+import math
+import re
 from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -14,10 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from appliance.log import ApplianceError, UsageError
-from canary.types import Policy, Verdict
+from appliance.paths import RELEASE_NAME
+from canary.types import Policy, Verdict, Weight
 
 SCHEMA = 1
 MAX_REASON_CHARS = 500
+RUN_ID = re.compile(r"[0-9]{1,9}")
+"""A run's number as text (use fullmatch): it becomes part of a file name and of a rule's comment."""
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Phase(StrEnum):
@@ -91,10 +97,10 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
 
     phase: Phase = Phase.STARTING
     stage: Stage = Stage.HOOK
-    step: int = 0
-    attempt: int = 0  # of the stage; a result of an earlier attempt counts for nothing
-    seq: int = 0  # of transitions; each is one event
-    weight: float = 0.0  # percent of new connections that it should get now
+    step: Count = 0
+    attempt: Count = 0  # of the stage; a result of an earlier attempt counts for nothing
+    seq: Count = 0  # of transitions; each is one event
+    weight: Weight = 0.0  # percent of new connections that it should get now
     overridden: bool = False  # by `canary weight N`
     extended: bool = False  # its time was over without a decision
     granted: bool = False  # `canary promote` was given for this step
@@ -147,11 +153,39 @@ def to_state(run: Run) -> dict[str, Any]:
 
 
 def from_state(value: dict[str, Any], where: str) -> Run:
-    """RunError names the field."""
+    """RunError names what is wrong. What it gives can be gone on with: numbers are finite, names are names."""
     try:
-        return msgspec.convert(value, Run)
-    except msgspec.ValidationError as error:
-        raise RunError(f"{where}: {error}", hint="another version wrote it; see `canary cleanup --help`") from None
+        run = msgspec.convert(value, Run)
+        problem = _problem(run) or ("" if _finite(value) else "a number is not finite")
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        problem = str(error)
+    if problem:
+        raise RunError(f"{where}: {problem}", hint="damaged, or another version wrote it")
+    return run
+
+
+def _problem(run: Run) -> str | None:
+    """What the types do not say."""
+    if not RUN_ID.fullmatch(run.id):
+        return f"{run.id[:40]!r} is no number of a run"
+    for name in (run.release, run.stable):
+        if not RELEASE_NAME.fullmatch(name):
+            return f"{name[:80]!r} is no name of a release"
+    if run.step >= len(run.policy.steps):
+        return f"there is no step {run.step} of {len(run.policy.steps)}"
+    told = run.last_event
+    if told and (not isinstance(told.get("event"), str) or told.keys() & {"run", "release", "stable", "path"}):
+        return "last_event is no event of a run"
+    return None
+
+
+def _finite(value: Any) -> bool:
+    """No infinity (1e999 in a file) and no NaN anywhere: clocks that never come, weights that are none."""
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def check_policy(policy: Policy, placement: str) -> Policy:

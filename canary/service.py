@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from appliance.launcher.control_server import ControlServer
 from appliance.launcher.loop import Loop
-from appliance.launcher.state import say
-from appliance.log import ApplianceError
 from appliance.notify import Notifier
 from appliance.paths import Paths
 from canary.commands import Commands
@@ -18,13 +16,13 @@ from canary.controller import Controller, Times
 from canary.placement import Placement
 from canary.run import Run
 from canary.seams import Parts
-from canary.store import Store
+from canary.store import AbortWish, Store
 
 Make = Callable[[Paths], Parts]
 
 
 def serve(paths: Paths, make: Make, times: Times | None = None) -> int:
-    """Until SIGTERM. BusyError if there is one already; StateError, RunError if its file cannot be understood."""
+    """Until SIGTERM. BusyError if there is one already."""
     store, notifier, loop = Store(paths), Notifier(), Loop()
     with store.controlling():
         controller = Controller(store, Placement(paths), make(paths), loop, times, notifier)
@@ -61,28 +59,17 @@ def status_line(run: Run | None) -> str:
     return f"run {run.id} of {run.release}: {where}" + (f" ({run.reason})" if run.reason else "")
 
 
-def roll_back_here(paths: Paths, make: Make, seconds: float, times: Times | None = None) -> Run:
-    """The controller is down, and the wish to abort is written: does its work in this process, until the run is over or
-    `seconds` have passed. BusyError if a controller holds the lock after all."""
+def roll_back_here(
+    paths: Paths, make: Make, seconds: float, times: Times | None = None, wish: AbortWish | None = None
+) -> Controller:
+    """The controller is down: does its work in this process, until the run is over, cannot be saved, or `seconds` have
+    passed. `wish` counts also where it is not on disk. BusyError if a controller holds the lock after all."""
     store, loop, parts = Store(paths), Loop(), make(paths)
     with store.controlling():
         controller = Controller(store, Placement(paths), parts, loop, times)
         try:
-            run = store.load()
-            if run is not None and not run.over:
-                quick_rule(parts, run)
-            controller.start()
-            loop.run(until=lambda: controller.run is None or controller.observer is None, timeout=seconds)
-            if controller.run is None:
-                raise ApplianceError("there was no run to roll back")
-            return controller.run
+            controller.start(wish)
+            loop.run(until=lambda: controller.observer is None or controller.unsaved is not None, timeout=seconds)
+            return controller
         finally:
             controller.close()
-
-
-def quick_rule(parts: Parts, run: Run) -> None:
-    """Weight 0 before anything else is looked at: a rollback that was asked for never waits."""
-    try:
-        parts.rules.set_weight(run.id, 0.0)
-    except ApplianceError as error:
-        say(f"<3>the rule cannot be set to 0: {error.message}")

@@ -16,6 +16,7 @@ from appliance.tomlfile import NotToml, parse_toml
 from canary.arguments import duration, limit, run_id, share, steps
 from canary.asking import Document, ask, wait_over
 from canary.client import ControllerError
+from canary.store import Store
 from canary.view import one_line
 
 EPILOG = """\
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     request = _start(args) if args.command == "start" else {"to": args.to} if args.command == "undo" else {}
     document = ask(paths, args.command, **request)
     number = document["run"]["id"]
+    if args.command == "undo":
+        document["skipped"] = _left_out(paths)
     for check in document["checks"]:
         if check["status"] == "warn":
             print(f"warning: {printable(check['text'])}", file=sys.stderr)
@@ -98,6 +101,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(printable(one_line(document)))
     return code
+
+
+def _left_out(paths: Paths) -> list[str]:
+    """Files of earlier runs that cannot be read: what there was to undo may be in one of them."""
+    skipped: list[str] = []
+    Store(paths).history(skipped)
+    for problem in skipped:
+        print(printable(f"left out: {problem}"), file=sys.stderr)
+    return skipped
 
 
 def _started(document: Document, args: argparse.Namespace) -> int:

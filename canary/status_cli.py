@@ -7,12 +7,14 @@ import sys
 import time
 
 from appliance.arguments import add_common, set_epilog
-from appliance.log import ExitCode, emit_json, printable
+from appliance.log import ApplianceError, ExitCode, emit_json, printable, report_error
 from appliance.paths import Paths
 from canary.arguments import duration, run_id
-from canary.asking import POLL_SECONDS, Document, read_document, wait_over
+from canary.asking import POLL_SECONDS, Document, offline, read_document, wait_over
 from canary.run import ENDED
+from canary.store import Damaged, reason_of
 from canary.view import one_line, screen
+from canary.wiring import real_parts
 
 EPILOG = """\
 --watch redraws in place on a terminal, and elsewhere prints a line whenever something changes; both end with the run.
@@ -35,7 +37,10 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
-    document = read_document(paths, args.run)
+    try:
+        document = read_document(paths, args.run)
+    except Damaged as error:
+        return _lost(paths, error, as_json=args.json)
     number = document["run"]["id"]
     if args.watch and not args.json:
         return _watch(paths, number)
@@ -47,6 +52,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(screen(document, sys.stdout)))
     return code
+
+
+def _lost(paths: Paths, error: Damaged, *, as_json: bool) -> int:
+    """No controller, and its file cannot be understood: what the rules say counts."""
+    try:
+        state = real_parts(paths).rules.read()
+        weight, rule = state.weight or 0.0, f"{state.weight or 0.0:g}%"
+    except (ApplianceError, OSError) as unknown:
+        weight, rule = None, f"unknown: {reason_of(unknown)}"
+    report_error(error.message, hint=error.hint)
+    if as_json:
+        emit_json(offline(None) | {"problem": error.message, "live": {"rule": weight}})
+    else:
+        print(f"{'Run:':<11} unknown\n{'Weight:':<11} rule {printable(rule)}\n{'Next:':<11} canary rollback")
+    return ExitCode.FAILED
 
 
 def _watch(paths: Paths, number: str) -> int:

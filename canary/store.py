@@ -2,7 +2,8 @@
 
     canary.json          the present or last run (run.py), replaced at each transition before anything is done about it
     canary-runs/ID.json  runs that are over, the last KEPT of them
-    canary-abort.json    a wish to end a run: written by `canary rollback`, whether or not a controller is there
+    canary-abort.json    a wish to end a run: written by `canary rollback`, whether or not a controller is there; in
+                         /run where this disk takes nothing. One that cannot be read is a wish all the same
     /run/.../canary.json the marker: tells the gateways that a run is on (and which slot drains)
     events.jsonl         one `canary_*` event a transition, numbered; a missing last one is added at the next start
 
@@ -16,18 +17,23 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from appliance.events import append_event, read_events
 from appliance.fsutil import locked
+from appliance.launcher.state import say
+from appliance.log import ApplianceError
 from appliance.paths import Paths
 from appliance.slots import pointer
-from appliance.statefile import read_state, remove_state, state_lock, sync_directory, write_state
+from appliance.statefile import StateError, read_state, remove_state, state_lock, sync_directory, write_state
 from canary.happenings import Abort, Refused
 from canary.marker import clear_marker, write_marker
-from canary.run import SCHEMA, Run, RunError, from_state, to_state
+from canary.run import MAX_REASON_CHARS, RUN_ID, SCHEMA, Run, RunError, from_state, to_state
 
 KEPT = 100
+_DRAIN_SECONDS = 60.0  # for requests in work, where a wish does not say; as `canary rollback`
+_MAX_DRAIN = 86400.0
 _LOCK_SECONDS = 1.0
 EVENT_PREFIX = "canary_"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -37,6 +43,21 @@ def boot_id() -> str:
     """Another one after each boot (random(4))."""
     with open(_BOOT_ID) as file:
         return file.read().strip()
+
+
+class Damaged(ApplianceError):
+    """canary.json cannot be understood, or not be read: which run is on is not known."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the state of the present run is lost: {why}",
+            hint="`canary rollback` (or a restart of appliance-canary.service) sets the weight to 0 and moves it aside",
+        )
+
+
+def reason_of(error: OSError | ApplianceError) -> str:
+    """Without the path, which is said beside it."""
+    return error.message if isinstance(error, ApplianceError) else error.strerror or str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +70,18 @@ class AbortWish:
     def event(self) -> Abort:
         return Abort(self.reason, self.by, self.drain)
 
+    def as_dict(self) -> dict[str, Any]:
+        return {"run": self.run, "reason": self.reason, "by": self.by, "drain": self.drain, "at": time.time()}
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> AbortWish:
+        """Of a file; what makes no sense in it is left out."""
+        drain = value.get("drain")
+        if isinstance(drain, bool) or not isinstance(drain, float | int) or not 0 <= drain <= _MAX_DRAIN:
+            drain = _DRAIN_SECONDS
+        reason, by = (str(value.get(key))[:MAX_REASON_CHARS] for key in ("reason", "by"))
+        return cls(str(value["run"]), reason, by, float(drain))
+
 
 @dataclass(slots=True)
 class Store:
@@ -56,13 +89,29 @@ class Store:
 
     # -- runs
     def load(self) -> Run | None:
-        """The present or last run. StateError, RunError for a file that is not ours."""
-        state = read_state(self.paths.canary_run, schema=SCHEMA)
-        return None if state is None else from_state(state, str(self.paths.canary_run))
+        """The present or last run; Damaged where that is not known."""
+        try:
+            return self._read(self.paths.canary_run)
+        except OSError as error:
+            raise Damaged(f"{self.paths.canary_run}: {reason_of(error)}") from None
+        except (StateError, RunError) as error:
+            raise Damaged(error.message) from None
+
+    @staticmethod
+    def _read(path: Path) -> Run | None:
+        state = read_state(path, schema=SCHEMA)
+        return None if state is None else from_state(state, str(path))
 
     def save(self, run: Run) -> None:
         """Durable on return."""
         write_state(self.paths.canary_run, to_state(run), schema=SCHEMA)
+
+    def forget(self, last: Run | None) -> None:
+        """Puts `last` back in the place of a run that is not to begin."""
+        if last is None:
+            remove_state(self.paths.canary_run)
+        else:
+            self.save(last)
 
     def announce(self, run: Run) -> None:
         """The event of the last transition; called after `save`."""
@@ -75,7 +124,12 @@ class Store:
         if not run.last_event:
             return
         told = (event for event in self.events(run.id) if event.get("seq") == run.seq)
-        if next(told, None) is None:
+        try:
+            missing = next(told, None) is None
+        except OSError as error:
+            say(f"<3>{self.paths.events}: {reason_of(error)}")
+            return
+        if missing:
             self.announce(run)
 
     def events(self, run: str | None = None) -> Iterator[dict[str, Any]]:
@@ -95,55 +149,107 @@ class Store:
             (directory / f"{old}.json").unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:
+        """Of the files of runs that are over."""
         try:
             names = os.listdir(self.paths.canary_runs)
         except FileNotFoundError:
             return []
-        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal())
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and RUN_ID.fullmatch(name[:-5]))
 
-    def history(self) -> list[Run]:
-        """All runs that are known, oldest first, the present one last."""
-        present = self.load()
+    def history(self, skipped: list[str] | None = None) -> list[Run]:
+        """All runs that are known, oldest first, the present one last. Files that cannot be used are left out; one line
+        about each is added to `skipped`."""
+        skipped = [] if skipped is None else skipped
+        present = None
+        try:
+            present = self.load()
+        except Damaged as error:
+            skipped.append(error.message)
+        try:
+            numbers = self._numbers()
+        except OSError as error:
+            numbers = []
+            skipped.append(f"{self.paths.canary_runs}: {reason_of(error)}")
         found = []
-        for number in self._numbers():
+        for number in (str(number) for number in numbers):
             path = self.paths.canary_runs / f"{number}.json"
-            with contextlib.suppress(RunError):
-                state = read_state(path, schema=SCHEMA)
-                if state is not None and (present is None or str(number) != present.id):
-                    found.append(from_state(state, str(path)))
+            if present is not None and number == present.id:
+                continue
+            try:
+                if (run := self._read(path)) is None:
+                    continue
+                if run.id != number:
+                    raise RunError(f"{path}: it is run {run.id}'s")
+                found.append(run)
+            except RunError as error:
+                skipped.append(error.message)
+            except (StateError, OSError) as error:
+                skipped.append(reason_of(error) if isinstance(error, StateError) else f"{path}: {reason_of(error)}")
         return [*found, present] if present is not None else found
 
     def next_id(self) -> str:
-        present = self.load()
-        return str(max([0, *self._numbers(), *([int(present.id)] if present else [])]) + 1)
+        """Above every number that files or events have seen, also of a run whose file is lost. Refused where that
+        cannot be known."""
+        try:
+            known = {0, *self._numbers()}
+            known |= {int(run) for event in self.events() if RUN_ID.fullmatch(run := str(event.get("run")))}
+        except OSError as error:
+            raise Refused(
+                f"which runs there were cannot be read: {reason_of(error)}", hint=f"look at {self.paths.state}"
+            ) from None
+        with contextlib.suppress(Damaged):
+            if (present := self.load()) is not None:
+                known.add(int(present.id))
+        return str(max(known) + 1)
 
     # -- ending a run from outside
-    def wish_abort(self, wish: AbortWish) -> Run:
-        """Durable on return; the run as it was. Refused when it is over or committed."""
-        with self.commit_lock():
-            run = self.load()
-            if run is None or run.id != wish.run:
-                raise Refused(f"run {wish.run} is not the present one", hint="`canary list`")
-            if run.over or run.committed or pointer(self.paths, "stable") == run.release:
-                raise Refused(
-                    f"run {run.id} is past its commit point, or over: stable is {pointer(self.paths, 'stable')}",
-                    hint="`canary undo` puts the former release back",
-                )
-            value = {"run": wish.run, "reason": wish.reason, "by": wish.by, "drain": wish.drain, "at": time.time()}
-            write_state(self.paths.canary_abort, value, schema=SCHEMA)
+    def may_abort(self, run: Run | None, wanted: str | None = None) -> Run:
+        """`run`, if it is the wanted one and can still be ended; else Refused."""
+        if run is None or wanted not in (None, run.id):
+            what = f"run {wanted} is not the present one" if run else "there was no run on this host yet"
+            raise Refused(what, hint="`canary list`")
+        if run.over or run.committed or pointer(self.paths, "stable") == run.release:
+            raise Refused(
+                f"run {run.id} is past its commit point, or over: stable is {pointer(self.paths, 'stable')}",
+                hint="`canary undo` puts the former release back",
+            )
         return run
 
+    def wish_abort(self, wish: AbortWish) -> Run:
+        """Durable on return; the run as it was. Refused when it is over or committed; OSError, and nothing is written,
+        where the disk takes nothing: then wish_abort_volatile."""
+        with self.commit_lock():
+            run = self.may_abort(self.load(), wish.run)
+            write_state(self.paths.canary_abort, wish.as_dict(), schema=SCHEMA)
+        return run
+
+    def wish_abort_volatile(self, wish: AbortWish) -> None:
+        """Until a reboot, which ends the run anyway. A commit may be under way; it needs the full disk as well."""
+        write_state(self.paths.canary_abort_volatile, wish.as_dict(), schema=SCHEMA, durable=False)
+
     def abort_wish(self, run: str) -> AbortWish | None:
-        value = read_state(self.paths.canary_abort, schema=SCHEMA)
-        if value is None or value.get("run") != run:
-            return None
-        drain = value.get("drain")
-        return AbortWish(
-            run, str(value.get("reason")), str(value.get("by")), drain if isinstance(drain, float | int) else 0.0
-        )
+        """A file that cannot be read, or says no run, is taken as a wish: rolling back is the safe direction."""
+        for path in (self.paths.canary_abort, self.paths.canary_abort_volatile):
+            try:
+                value = read_state(path, schema=SCHEMA)
+            except (StateError, OSError) as error:
+                why = f"{path}: {reason_of(error)}" if isinstance(error, OSError) else error.message
+                return AbortWish(run, f"taken as a wish to end the run: {why}"[:MAX_REASON_CHARS], "?", _DRAIN_SECONDS)
+            if value is None:
+                continue
+            if not isinstance(named := value.get("run"), str):
+                return AbortWish(run, f"taken as a wish to end the run: {path} names no run", "?", _DRAIN_SECONDS)
+            if named == run:
+                return AbortWish.of(value)
+        return None
 
     def clear_abort(self) -> None:
-        remove_state(self.paths.canary_abort)
+        """OSError where it stays."""
+        for path in (self.paths.canary_abort, self.paths.canary_abort_volatile):
+            try:
+                remove_state(path)
+            except (IsADirectoryError, PermissionError):  # a directory, of whoever: it must not end the next run
+                path.rename(path.with_name(f"{path.name}.damaged-{time.time_ns()}"))
 
     @contextlib.contextmanager
     def commit_lock(self) -> Iterator[None]:

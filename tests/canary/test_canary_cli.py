@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.slots import pointer
-from canary import rollback_cli, rules_cli
+from canary import rollback_cli, rules_cli, status_cli
 from canary.cli import COMMANDS, main
 from canary.store import Store
 from tests.canary.processes import ControllerProcess
@@ -30,7 +30,7 @@ QUICK_OPTIONS = [
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command works on the rules itself it gets the file instead of netfilter."""
-    for module in (rollback_cli, rules_cli):
+    for module in (rollback_cli, rules_cli, status_cli):
         monkeypatch.setattr(module, "real_parts", make_parts)
 
 
@@ -215,10 +215,6 @@ def test_cleanup_and_rules_without_a_controller(world: World, capsys: pytest.Cap
     code, done, _ = command(capsys, "cleanup")
     assert code == 0 and "25 %" in done["done"][0]
     assert world.rules.read().weight == 0
-    world.paths.canary_run.write_text("{]")
-    assert command(capsys, "cleanup")[0] == 1
-    assert command(capsys, "cleanup", "--forget")[0] == 0
-    assert not world.paths.canary_run.exists()
 
 
 def test_a_rule_that_somebody_left_is_zeroed_when_the_controller_starts(world: World) -> None:

@@ -8,12 +8,14 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from appliance.paths import Paths
 from appliance.slots import pointer
 from canary.netfilter.apply import Netfilter
+from canary.rollback_cli import LAST_RESORT
 from canary.seams import Parts
 from canary.store import Store
 from tests.canary.netns import Namespace, require_netns
@@ -65,6 +67,22 @@ def test_killed_with_real_rules(world: World, namespace: Namespace, number: int)
         run = controller.run_to_end()
     assert run is not None and run["phase"] == ("settled" if good else "failed")
     check(world, namespace, "v2" if good else "v1")
+
+
+def test_the_last_resort_needs_nothing_of_ours(world: World, namespace: Namespace) -> None:
+    """Of README's bad day: neither python nor state nor configuration."""
+    rules = netfilter(namespace, world.paths)
+    rules.set_weight("1", 50.0)
+    readme = (Path(__file__).parents[2] / "canary/README.md").read_text()
+    assert LAST_RESORT in readme
+    for line in LAST_RESORT.split("; "):
+        namespace.run(line.split())
+    assert not netfilter(namespace, world.paths).read().weight
+    for program in ("iptables", "ip6tables"):
+        listed = namespace.run([program, "-t", "nat", "-S", "APPLIANCE-CANARY"])
+        assert "APPLIANCE-TO-CANARY" not in str(listed)
+    rules.set_weight("1", 0.0)
+    assert netfilter(namespace, world.paths).read().weight == 0
 
 
 def test_tables_emptied_by_another_tool_are_put_back_and_told(world: World, namespace: Namespace) -> None:

@@ -116,9 +116,10 @@ class World:
         for slot, release in (("stable", "v1"), ("canary", None)):
             set_slot(paths, slot, release)
         for file in (
-            paths.canary_run, paths.canary_abort, paths.canary_marker, paths.canary_config, paths.events,
+            paths.canary_run, paths.canary_abort, paths.canary_abort_volatile, paths.canary_marker,
+            paths.canary_config, paths.events,
             paths.events.with_name("events.jsonl.1"), paths.state / "leases.json", self.script.path,
-            paths.run / "rules.json",
+            paths.run / "rules.json", *paths.state.glob("canary*.damaged-*"),
         ):  # fmt: skip
             file.unlink(missing_ok=True)
         shutil.rmtree(paths.canary_runs, ignore_errors=True)
