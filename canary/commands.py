@@ -13,7 +13,7 @@ import msgspec
 from appliance.launcher.control_server import Client, failure
 from appliance.log import ApplianceError, UsageError
 from appliance.slots import pointer, set_slot
-from canary import happenings
+from canary import happenings, undoing
 from canary.controller import Controller
 from canary.placement import Placement
 from canary.preflight import Check, Start, now, run_checks
@@ -53,6 +53,8 @@ class Commands:
         by = _text(request.pop("by", f"uid {client.uid}"), "by", 64)
         if op == "status":
             return self.status()
+        if op == "undo" and (taken := self._take_back(request, by)) is not None:
+            return taken
         if op in ("check", "start", "retry", "undo"):
             self._preflight(op, request, client, by)
             return None
@@ -121,6 +123,14 @@ class Commands:
         self._controller.handle(happenings.Abort(reason, by, float(drain)))
         return self.status()
 
+    def _take_back(self, request: dict[str, Any], by: str) -> Answer | None:
+        """`canary undo` in the bake: the old engines are there, so no new run is needed. None: not in the bake."""
+        run = self._controller.run
+        if run is None or not run.kept or request.get("to") not in (None, run.id):
+            return None
+        self._controller.handle(happenings.Abort("undo", by, run.policy.settle_seconds))
+        return self.status() | {"checks": [], "before": run.release, "after": run.stable}
+
     # -- starting
     def _preflight(self, op: str, request: dict[str, Any], client: Client, by: str) -> None:
         start, policy = self._wanted(op, request)
@@ -145,7 +155,7 @@ class Commands:
             run = self._new(start, policy, by)
             controller.begin(msgspec.structs.replace(run, hooks=hooks))
             controller.poke()
-            return self.status() | shown
+            return self.status() | shown | {"before": run.stable, "after": run.release}
 
         self._number += 1
         key = f"preflight {self._number}"
@@ -173,21 +183,18 @@ class Commands:
             start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
             return start, last.policy
         if op == "undo":
-            return self._undo(request.pop("to", None))
+            return self._undo(request)
         try:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
         return start, merge(defaults, start.policy)
 
-    def _undo(self, to: Any) -> tuple[Start, Policy]:
+    def _undo(self, request: dict[str, Any]) -> tuple[Start, Policy]:
         """Back to what served before the last settled run, or run `to`."""
-        settled = [run for run in self._controller.store.history() if run.phase is Phase.SETTLED]
-        if to is not None:
-            settled = [run for run in settled if run.id == to]
-        if not settled:
-            raise happenings.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
-        last = settled[-1]
+        store, force = self._controller.store, request.pop("force", False) is True
+        serving = pointer(store.paths, "stable")
+        last = undoing.former(store.history(), serving, request.pop("to", None), force=force)
         return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:

@@ -20,9 +20,9 @@ from appliance.log import ApplianceError, BusyError
 from appliance.notify import Notifier
 from appliance.slots import pointer
 from canary import happenings, machine
+from canary.goals import final_due, plan
 from canary.happenings import Now
 from canary.jobs import job_of
-from canary.machine import final_due, plan
 from canary.observer import Observer
 from canary.outcome import fail, wait
 from canary.placement import Placement
@@ -293,7 +293,7 @@ class Controller:
 
     def _look_for_abort(self) -> None:
         assert self.run is not None
-        if self.run.committed or self.run.over:
+        if not self.run.abortable:
             return
         wish = self.store.abort_wish(self.run.id)
         if wish is not None:

@@ -86,7 +86,8 @@ def _run(runs: Store, start: Start, now: Now) -> Iterator[Check]:
     last = runs.load()
     if last is not None and not last.over:
         busy = f"run {last.id} of {last.release} is {last.phase}"
-        yield Check("run", "refused", busy, f"`canary status`; `canary rollback {last.id}`", ExitCode.BUSY)
+        end = f"`canary rollback {last.id}` ends it" if last.abortable else "`canary status --wait`, then again"
+        yield Check("run", "refused", busy, end, ExitCode.BUSY)
         return
     left = cooldown_left(last, now)
     if left > 0 and last is not None:

@@ -11,13 +11,14 @@ import argparse
 import sys
 
 from appliance.arguments import add_common, set_epilog
-from appliance.log import ApplianceError, BusyError, ExitCode, printable, report_error
+from appliance.log import ApplianceError, BusyError, ExitCode, emit_json, printable, report_error
 from appliance.paths import Paths
+from appliance.slots import pointer
 from canary.arguments import duration, run_id
 from canary.asking import Document, ask, read_document, wait_over, whoami
 from canary.client import NoController
 from canary.control_cli import reason, show
-from canary.run import Run
+from canary.run import Phase, Run
 from canary.seams import Parts
 from canary.service import quick_rule, roll_back_here
 from canary.store import AbortWish, Store
@@ -27,7 +28,9 @@ EPILOG = """\
 New connections go to stable at once; connections that are there keep working, and get the stable release with their
 next request. Requests that the canary has in work get --drain to finish, then its engines stop (they give what is left
 another engine.drain_timeout).
-exit codes: 0 rolled back, or on its way (--wait: done), 1 failed, 3 --wait: timed out, 4 over or past the commit point
+A promoted release is taken back as well, as long as the engines of the former one are kept (status: settling, bake).
+exit codes: 0 rolled back, or on its way (--wait: done), or there was nothing to do: the run had been rolled back
+already; 1 failed, 3 --wait: timed out, 4 too late: the run was promoted for good (`canary undo` starts the way back)
 """
 _ANSWER_SECONDS = 5.0
 
@@ -47,6 +50,27 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 def run(args: argparse.Namespace) -> int:
     paths, drain = Paths.default(), 0.0 if args.kill else args.drain
     present = _present(paths, args.run)
+    try:
+        return _roll_back(paths, present, args, drain)
+    except ApplianceError:
+        found = Store(paths).load()
+        if found is None or found.id != present.id or found.phase not in (Phase.ABORTED, Phase.FAILED):
+            raise
+        return _nothing_to_do(paths, found, args)  # also where it ended by itself as this was typed
+
+
+def _nothing_to_do(paths: Paths, found: Run, args: argparse.Namespace) -> int:
+    """As with every rollback that comes twice: what it asks for is so."""
+    if args.json:
+        emit_json(read_document(paths, found.id))
+    else:
+        stable = pointer(paths, "stable")
+        words = f"run {found.id} is over: rolled back ({found.phase}: {found.reason}), stable is {stable}"
+        print(printable(f"{words}; nothing to do"))
+    return ExitCode.DONE
+
+
+def _roll_back(paths: Paths, present: Run, args: argparse.Namespace, drain: float) -> int:
     Store(paths).wish_abort(AbortWish(present.id, args.reason, whoami(), drain))
     try:
         document = ask(paths, "rollback", timeout=_ANSWER_SECONDS, run=present.id, reason=args.reason, drain=drain)

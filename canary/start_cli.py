@@ -29,6 +29,12 @@ What is not given comes from /etc/appliance/canary.toml, then from the defaults.
 exit codes: 0 started (--wait: settled), 1 failed (--wait: rolled back), 2 usage, 3 --wait: timed out, or it waits for a
 person, 4 refused by preflight, 5 another run is on
 """
+UNDO_EPILOG = """\
+While a promoted run still settles (its former engines are kept) this is `canary rollback`: it is taken back at once.
+Later it starts a run back to what served before the last settled run: readiness and golden answers, no analysis. So it
+is refused for a release that failed or was rolled back since; `canary start` judges that one again.
+exit codes: 0 started (--wait: done), 1 failed (--wait: rolled back), 3 --wait: timed out, 4 refused, 5 another run on
+"""
 _MARKS = {"ok": "good", "warn": "held", "refused": "bad", "unknown": "bad"}
 _KEYS = {
     "steps": "steps", "step_time": "step_seconds", "interval": "interval", "warmup": "warmup_seconds",
@@ -47,6 +53,8 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         _policy_options(parser)
     if verb == "undo":
         parser.add_argument("--to", type=run_id, metavar="RUN", help="undo that settled run instead of the last one")
+        parser.add_argument("--force", action="store_true", help="also to a release that was rolled back since")
+        set_epilog(parser, UNDO_EPILOG)
     if verb != "check":
         parser.add_argument("--wait", action="store_true", help="return when the run is over")
         parser.add_argument("--timeout", type=duration, default=86400.0, metavar="TIME", help="of --wait (1d)")
@@ -84,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
     if args.command == "check":
         return _check(paths, args)
-    request = _start(args) if args.command == "start" else {"to": args.to} if args.command == "undo" else {}
+    request = _start(args) if args.command == "start" else _undo(args) if args.command == "undo" else {}
     document = ask(paths, args.command, **request)
     number = document["run"]["id"]
     for check in document["checks"]:
@@ -93,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.wait:
         return _started(document, args)
     document, code = wait_over(paths, number, args.timeout)
+    if document["run"]["reverted"] and document["run"]["phase"] == "aborted" and args.command == "undo":
+        code = ExitCode.DONE
     if args.json:
         emit_json(document)
     else:
@@ -105,11 +115,21 @@ def _started(document: Document, args: argparse.Namespace) -> int:
     if args.json:
         emit_json(document)
     else:
+        if found["reverted"]:
+            print(f"run {found['id']}: {document['before']} is taken back, {document['after']} serves again")
+            return ExitCode.DONE
         shown = ", ".join(f"{weight:g}" for weight in found["policy"]["steps"])
-        how = "without analysis" if found["skip_analysis"] else f"steps {shown} %"
-        print(f"run {found['id']}: {found['release']} against {found['stable']}, {how}")
+        if found["skip_analysis"]:
+            print(f"run {found['id']}: {found['release']} goes into service without analysis, in place of", end=" ")
+            print(found["stable"])
+        else:
+            print(f"run {found['id']}: {found['release']} against {found['stable']}, steps {shown} %")
         print("follow it: canary status --watch", file=sys.stderr)
     return ExitCode.DONE
+
+
+def _undo(args: argparse.Namespace) -> dict[str, Any]:
+    return {"to": args.to, "force": args.force or None}
 
 
 def _check(paths: Paths, args: argparse.Namespace) -> int:

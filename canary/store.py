@@ -21,9 +21,9 @@ from typing import Any, Literal
 from appliance.events import append_event, read_events
 from appliance.fsutil import locked
 from appliance.paths import Paths
-from appliance.slots import pointer
 from appliance.statefile import read_state, remove_state, state_lock, sync_directory, write_state
 from canary.happenings import Abort, Refused
+from canary.machine import no_way_back
 from canary.marker import clear_marker, write_marker
 from canary.run import SCHEMA, Run, RunError, from_state, to_state
 
@@ -119,16 +119,13 @@ class Store:
 
     # -- ending a run from outside
     def wish_abort(self, wish: AbortWish) -> Run:
-        """Durable on return; the run as it was. Refused when it is over or committed."""
+        """Durable on return; the run as it was. Refused when it is over, or promoted and its old engines stop."""
         with self.commit_lock():
             run = self.load()
             if run is None or run.id != wish.run:
                 raise Refused(f"run {wish.run} is not the present one", hint="`canary list`")
-            if run.over or run.committed or pointer(self.paths, "stable") == run.release:
-                raise Refused(
-                    f"run {run.id} is past its commit point, or over: stable is {pointer(self.paths, 'stable')}",
-                    hint="`canary undo` puts the former release back",
-                )
+            if not run.abortable:
+                raise no_way_back(run)
             value = {"run": wish.run, "reason": wish.reason, "by": wish.by, "drain": wish.drain, "at": time.time()}
             write_state(self.paths.canary_abort, value, schema=SCHEMA)
         return run

@@ -112,9 +112,11 @@ def _next(run: dict[str, Any]) -> str:
     number = run["id"]
     match run["phase"]:
         case "settled":
-            return "canary undo puts the former release back"
+            return f"canary undo --to {number} puts {run['stable']} back"
         case "failed" | "aborted":
             return "canary explain; after the fix: canary retry, or another release"
+        case "settling" if run["stage"] in ("serving", "bake"):
+            return f"it ends by itself; until the bake is over canary rollback {number} takes {run['release']} back"
         case "rolling_back" | "settling":
             return "it ends by itself; canary status --wait"
         case _ if run["held"]:
