@@ -93,13 +93,13 @@ class Commands:
         controller, observer = self._controller, self._controller.observer
         live = controller.live
         run = controller.run
-        boot = now().boot
+        boot, at = now().boot, controller.loop.time()
         return {
             "ok": True, "schema": 1, "controller": True, "run": to_state(run) if run else None, "boot": boot,
             "live": {
                 "rule": live.rule, "rule_seconds": live.rule_seconds, "rule_error": live.rule_error,
-                "drift": live.drift, "in_work": live.in_work,
-                "draining": live.draining, "alive": observer.alive if observer else None,
+                "drift": live.drift, "in_work": live.count("in_work", at), "draining": live.count("draining", at),
+                "alive": observer.alive if observer else None,
                 "observed": observer.observed() if observer else None,
                 "samples": msgspec.to_builtins(observer.reading) if observer and observer.reading else None,
             },

@@ -59,7 +59,7 @@ def _lines(run: dict[str, Any], live: dict[str, Any], document: Document) -> Ite
     if run["phase"] not in ENDED and run["phase"] not in ("settling", "rolling_back") and not run["paused"]:
         left = run["policy"]["progress_deadline"] - (document["boot"] - run["progress"])
         yield "Deadline:", f"rolled back in {age(left)} without progress"
-    if run["phase"] == "rolling_back" or live.get("draining"):
+    if run["phase"] in ("rolling_back", "settling"):
         yield "Draining:", f"{_known(live.get('in_work'))} requests, {_known(live.get('draining'))} connections"
     if live.get("drift"):
         yield "Drift:", f"put back: {'; '.join(live['drift'])}"

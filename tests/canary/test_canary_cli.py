@@ -232,3 +232,49 @@ def test_a_rule_that_somebody_left_is_zeroed_when_the_controller_starts(world: W
         while world.rules.read().weight != 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_drain_says_what_is_in_work_now_and_waits_for_it(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this run, in any phase; what the run before left behind is not shown."""
+    world.gateways["canary"].in_flight["v2"] = 4
+    world.script.set(verdict="inconclusive")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0})
+        wait_for(world, lambda run: run.stage == "observe" and world.rules.read().weight == 10)
+        until(lambda: command(capsys, "drain")[1]["requests"] == 4 * world.gpus)
+        world.gateways["canary"].in_flight.clear()
+        until(lambda: command(capsys, "drain")[1]["requests"] == 0)
+        code, document, err = command(capsys, "drain", "--wait", "--timeout", "0.7s")
+        assert (code, document["drained"]) == (3, False) and "10 % of the new connections" in err
+        world.gateways["canary"].in_flight["v2"] = 4
+        controller.call("rollback", reason="test", drain=60.0)
+        code, document, _ = command(capsys, "drain", "--wait", "--timeout", "0.7s")
+        assert (code, document["requests"]) == (3, 4 * world.gpus)
+        world.gateways["canary"].in_flight.clear()
+        assert command(capsys, "drain", "--wait", "--timeout", "20s")[0] == 0
+        controller.run_to_end()
+        until(lambda: controller.call("status")["live"]["draining"] is None)
+        world.gateways["canary"].in_flight["v2"] = 2
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0})
+        until(lambda: command(capsys, "drain")[1]["requests"] == 2 * world.gpus)
+
+
+def test_drain_does_not_take_unknown_for_nothing(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    kill_in(world, "observe")
+    code, document, _ = command(capsys, "drain", "--wait", "--timeout", "0.6s")
+    assert (code, document["requests"]) == (3, None)
+
+
+def test_an_idle_controller_knows_the_rule(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK)
+        controller.run_to_end()
+    with ControllerProcess(world.paths) as controller:
+        assert controller.call("status")["live"]["rule"] == 0
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
