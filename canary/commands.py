@@ -6,6 +6,7 @@ status check start retry undo pause resume promote rollback weight rules cleanup
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from canary import happenings, undoing
 from canary.controller import Controller
 from canary.placement import Placement
 from canary.preflight import Check, Start, now, run_checks
-from canary.run import MAX_REASON_CHARS, Phase, Run, check_policy, to_state
+from canary.run import MAX_REASON_CHARS, Hook, Phase, Run, check_policy, to_state
 from canary.seams import Rules
 from canary.settings import load_settings, merge
 from canary.store import Store, boot_id
@@ -25,6 +26,16 @@ from canary.types import Policy
 from canary.worker import Worker
 
 Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a new run shall be like."""
+
+    start: Start
+    policy: Policy
+    hooks: list[Hook]
+    warnings: tuple[Check, ...] = ()
 
 
 class Commands:
@@ -133,15 +144,16 @@ class Commands:
 
     # -- starting
     def _preflight(self, op: str, request: dict[str, Any], client: Client, by: str) -> None:
-        start, policy = self._wanted(op, request)
-        hooks = load_settings(self._controller.store.paths.canary_config).hooks
+        wanted = self._wanted(op, request)
+        start, policy, hooks = wanted.start, wanted.policy, wanted.hooks
         controller, parts = self._controller, self._controller.parts
         policy = check_policy(policy, controller.placement.fleet().config.engine.placement)
 
         def checks(_: Any) -> list[Check]:
             paths = controller.store.paths
             releases = {"canary": start.release}
-            return run_checks(paths, controller.placement, parts.rules, parts.samples(policy, releases), start, now())
+            samples = parts.samples(policy, releases)
+            return [*wanted.warnings, *run_checks(paths, controller.placement, parts.rules, samples, start, now())]
 
         def answer(found: list[Check]) -> Answer:
             shown = {"checks": [check.as_dict() for check in found], "policy": msgspec.to_builtins(policy)}
@@ -150,7 +162,7 @@ class Commands:
                 return {"ok": True, "passed": not blocking, **shown}
             if blocking:
                 first = blocking[0]
-                text = f"refused: {'; '.join(check.text for check in blocking)}"
+                text = f"refused: {'; '.join(dict.fromkeys(check.text for check in blocking))}"
                 return failure(text, hint=first.hint, code=first.code) | shown
             run = self._new(start, policy, by)
             controller.begin(msgspec.structs.replace(run, hooks=hooks))
@@ -174,28 +186,36 @@ class Commands:
         except ApplianceError as error:
             client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
 
-    def _wanted(self, op: str, request: dict[str, Any]) -> tuple[Start, Policy]:
-        defaults = load_settings(self._controller.store.paths.canary_config).policy
+    def _wanted(self, op: str, request: dict[str, Any]) -> Wanted:
         if op == "retry":
             last = self._run(None)
             if last.phase not in (Phase.ABORTED, Phase.FAILED):
                 raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
             start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
-            return start, last.policy
+            return self._as_before(start, last)
         if op == "undo":
             return self._undo(request)
+        settings = load_settings(self._controller.store.paths.canary_config)
         try:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
-        return start, merge(defaults, start.policy)
+        return Wanted(start, merge(settings.policy, start.policy), settings.hooks)
 
-    def _undo(self, request: dict[str, Any]) -> tuple[Start, Policy]:
+    def _as_before(self, start: Start, last: Run) -> Wanted:
+        """With the policy of that run, so a canary.toml that cannot be used is no reason not to: its hooks, too."""
+        try:
+            return Wanted(start, last.policy, load_settings(self._controller.store.paths.canary_config).hooks)
+        except ApplianceError as error:
+            text = f"{error.message}: the hooks of run {last.id} are used"
+            return Wanted(start, last.policy, last.hooks, (Check("settings", "warn", text, error.hint),))
+
+    def _undo(self, request: dict[str, Any]) -> Wanted:
         """Back to what served before the last settled run, or run `to`."""
         store, force = self._controller.store, request.pop("force", False) is True
         serving = pointer(store.paths, "stable")
         last = undoing.former(store.history(), serving, request.pop("to", None), force=force)
-        return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
+        return self._as_before(Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last)
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:
         controller, at = self._controller, now()

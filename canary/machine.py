@@ -220,7 +220,12 @@ def _promote(run: Run, event: Promote, now: Now) -> Run:
 def _set_weight(run: Run, event: SetWeight, now: Now) -> Run:
     if run.phase is not Phase.STEP or run.stage not in (Stage.OBSERVE, Stage.HELD):
         raise Refused(f"run {run.id} is {run.phase}: its weight is not to be set now", hint="`canary status`")
-    paused = run.paused or f"weight {event.weight:g} set by {event.by}"
+    if run.dry_run:
+        raise Refused(
+            f"run {run.id} is a dry run: no connection is sent to it", hint="`canary start` without --dry-run"
+        )
+    by_weight = run.overridden and (run.paused or "").startswith(f"weight {run.weight:g} set by ")
+    paused = f"weight {event.weight:g} set by {event.by}" if run.paused is None or by_weight else run.paused
     since = run.paused_since if run.paused is not None else now.boot
     return _note(
         run, now, "weight_set", weight=event.weight, overridden=True, paused=paused, paused_since=since, by=event.by

@@ -10,7 +10,7 @@ from typing import Any
 from appliance.arguments import add_common, set_epilog
 from appliance.log import ExitCode, UsageError, emit_json, printable
 from appliance.paths import Paths
-from appliance.statefile import read_bounded
+from appliance.statefile import StateError, read_bounded
 from appliance.terminal import mark
 from appliance.tomlfile import NotToml, parse_toml
 from canary.arguments import duration, limit, run_id, share, steps
@@ -172,6 +172,8 @@ def _policy_file(path: Path) -> dict[str, Any]:
         table = parse_toml(read_bounded(path, 256 << 10), str(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except StateError as error:
+        raise UsageError(f"--policy: {error.message}", hint="a file of TOML, like canary.toml") from None
     except NotToml as error:
         raise UsageError(error.message, hint=error.hint) from None
     inner = table.get("policy", table)

@@ -39,7 +39,8 @@ def status_words(run: dict[str, Any], boot: float) -> str:
     """One line: the phase, since when, what it waits for."""
     words = str(run["phase"]).replace("_", " ")
     if run["phase"] == "step":
-        words = f"step {run['step'] + 1}/{len(run['policy']['steps'])}, {run['stage']}"
+        words = f"step {run['step'] + 1}/{len(run['policy']['steps'])}"
+        words += "" if run["stage"] == "held" and run["held"] else f", {run['stage']}"
         if run["stage"] == "observe":
             words += f" for {age(boot - run['step_began'])} of {age(run['policy']['step_seconds'])}"
             words += ", extended" if run["extended"] else ""
