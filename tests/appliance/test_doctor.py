@@ -397,7 +397,12 @@ def test_systemctl_that_answers_less_is_unknown(box: Box) -> None:
 
 def test_a_canary_toml_that_nobody_can_read_is_found(box: Box, tmp_path: Path) -> None:
     check: dict[str, dict[str, Any]] = {"install": {"canary": install.canary_settings}}
-    for text, status in (("", "ok"), ("[policy]\nalpha = 0.01\n", "ok"), ("[policy\n", "failed"), ("[policy]\nx = 1", "failed")):
+    for text, status in (
+        ("", "ok"),
+        ("[policy]\nalpha = 0.01\n", "ok"),
+        ("[policy\n", "failed"),
+        ("[policy]\nx = 1", "failed"),
+    ):
         put(tmp_path, "etc/appliance/canary.toml", text)
         [line] = run_checks(check, box.host)
         assert line.finding.status == status and "canary.toml" in line.finding.text, text
