@@ -310,6 +310,20 @@ def test_the_way_back_in_the_bake_is_what_the_hints_say(world: World, capsys: py
     check_rolled_back(world)
 
 
+def test_it_is_taken_back_in_the_bake_with_the_controller_down(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"settle_seconds": 600.0})
+        wait_for(world, lambda run: run.stage == "bake")
+        os.kill(controller.pid, signal.SIGKILL)
+        controller.wait()
+    code, document, err = command(capsys, "rollback", "--reason", "slow", "--drain", "1s")
+    assert code == 0 and (document["run"]["phase"], document["run"]["reverted"]) == ("aborted", True)
+    assert "rolling back from here" in err
+    check_rolled_back(world)
+
+
 def test_drain_says_what_is_in_work_now_and_waits_for_it(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Of this run, in any phase; what the run before left behind is not shown."""
     world.gateways["canary"].in_flight["v2"] = 4
