@@ -42,7 +42,9 @@ def refuse_during_run(paths: Paths, what: str) -> None:
     if run is None:
         return
     if run.phase == _COMMITTED:
-        hint = f"{run.release} is promoted already and settles: `canary status --wait`, then again"
+        hint = (
+            f"{run.release} is promoted and settles: `canary undo` takes it back, or `canary status --wait`, then again"
+        )
     else:
         hint = f"end it with `canary rollback {run.id}`, or wait for it with `canary status --wait`"
     raise BusyError(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from appliance import __version__
+from appliance import __version__, service_facts
 from appliance.admin_http import AdminError, NotRunning, get_json
 from appliance.gpus import read_slots
 from appliance.log import ApplianceError
@@ -43,6 +43,8 @@ def read_status(paths: Paths, root: Path = Path("/")) -> Document:
         "slots": slots,
         "gpus": gpus,
         "gateways": gateways,
+        "canary": _attempt(lambda: service_facts.canary(paths), problems, "canary.json"),
+        "watchdog": _attempt(lambda: service_facts.watchdog(paths, root), problems, "watchdog.json"),
     }
     problems += find_problems(document)
     return document | {"ok": not problems, "problems": problems}
@@ -223,7 +225,7 @@ def find_problems(document: Document) -> list[str]:
             problems.append(f"{name} is not running")
         elif gateway["ready"] is False and document["slots"][gateway["slot"]] and not document["host"]["drain"]:
             problems.append(f"{name} is not ready: {gateway['reason'] or 'no engine of its release is admitted'}")
-    return problems
+    return problems + service_facts.problems(document["canary"], document["watchdog"])
 
 
 def _problems_of(gpu: Document, slots: dict[str, str | None]) -> list[str]:

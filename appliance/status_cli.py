@@ -11,6 +11,7 @@ from typing import IO, Any
 from appliance.arguments import add_common, seconds, set_epilog
 from appliance.log import ExitCode, emit_json, paint, printable
 from appliance.paths import Paths
+from appliance.service_facts import describe
 from appliance.status import Document, read_status
 from appliance.terminal import age, binary_bytes, cut, mark, table, width_of
 
@@ -18,7 +19,8 @@ EPILOG = """\
 exit codes: 0 everything serves; 1 something is down, held or drained (the last lines say what); --watch: 0
 --watch draws in place on a terminal; piped it appends a screen, or with --json a document, each time.
 JSON: {"schema": 1, "ok", "problems": [...], "host": {"drain"}, "slots": {"stable", "canary"}, "gpus": [...],
-"gateways": [...]}; keys are only ever added, null is unknown, times are UTC seconds, sizes are bytes.
+"gateways": [...], "canary": null or {"run", "on", "release", "phase", "weight", "controller": {"alive"}, ...},
+"watchdog": null or {"running"}}; keys are only ever added, null is unknown, times are UTC seconds, sizes are bytes.
 """
 _MARKS = {"serving": "good", "starting": "busy", "held": "held", "idle": "none", "failed": "bad", "down": "bad"}
 
@@ -80,6 +82,10 @@ def screen(document: Document, out: IO[str]) -> Iterator[str]:
         good = gateway["up"] and gateway["ready"]
         idle = gateway["up"] and not document["slots"][gateway["slot"]]
         yield mark("good" if good else "none" if idle else "bad", out) + cut(_gateway_line(gateway, idle), width - 2)
+    if (canary := document["canary"]) is not None and canary["on"]:
+        alive = canary["controller"]["alive"]
+        words = describe(canary) + ("" if alive else "; its controller does not run")
+        yield mark("busy" if alive else "bad", out) + cut(words, width - 2)
     if document["problems"]:
         yield ""
     for problem in document["problems"]:

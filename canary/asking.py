@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,16 @@ _EXIT = {"settled": ExitCode.DONE, "failed": ExitCode.FAILED, "aborted": ExitCod
 
 class NoRun(ApplianceError):
     """There was no run yet."""
+
+
+class Interrupted(ApplianceError):
+    """Ctrl-C while a command waited: the waiting ends, the run does not."""
+
+    exit_code = 128 + signal.SIGINT  # type: ignore[assignment]  # as a shell says it
+
+    def __init__(self, run: str) -> None:
+        hint = f"`canary status {run} --wait` waits for it; `canary rollback {run}` ends it"
+        super().__init__(f"interrupted: run {run} goes on", hint=hint)
 
 
 def whoami() -> str:
@@ -69,7 +80,13 @@ def wait_over(
 ) -> tuple[Document, ExitCode]:
     """Until the run `run` (that one, not a newer) is over, or waits for a person: (document, exit code). A controller
     that is down meanwhile is waited for."""
-    deadline = time.monotonic() + timeout
+    try:
+        return _wait_over(paths, run, time.monotonic() + timeout, seen)
+    except KeyboardInterrupt:
+        raise Interrupted(run) from None
+
+
+def _wait_over(paths: Paths, run: str, deadline: float, seen: Callable[[Document], None]) -> tuple[Document, ExitCode]:
     while True:
         document = read_document(paths, run)
         seen(document)

@@ -6,6 +6,7 @@ status check start retry undo pause resume promote rollback weight rules cleanup
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,11 +14,11 @@ import msgspec
 from appliance.launcher.control_server import Client, failure
 from appliance.log import ApplianceError, UsageError
 from appliance.slots import pointer, set_slot
-from canary import happenings
+from canary import happenings, undoing
 from canary.controller import Controller
 from canary.placement import Placement
 from canary.preflight import Check, Start, now, run_checks
-from canary.run import MAX_REASON_CHARS, Phase, Run, check_policy, to_state
+from canary.run import MAX_REASON_CHARS, Hook, Phase, Run, check_policy, to_state
 from canary.seams import Rules
 from canary.settings import load_settings, merge
 from canary.store import Store, boot_id
@@ -25,6 +26,16 @@ from canary.types import Policy
 from canary.worker import Worker
 
 Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a new run shall be like."""
+
+    start: Start
+    policy: Policy
+    hooks: list[Hook]
+    warnings: tuple[Check, ...] = ()
 
 
 class Commands:
@@ -53,6 +64,8 @@ class Commands:
         by = _text(request.pop("by", f"uid {client.uid}"), "by", 64)
         if op == "status":
             return self.status()
+        if op == "undo" and (taken := self._take_back(request, by)) is not None:
+            return taken
         if op in ("check", "start", "retry", "undo"):
             self._preflight(op, request, client, by)
             return None
@@ -91,13 +104,13 @@ class Commands:
         controller, observer = self._controller, self._controller.observer
         live = controller.live
         run = controller.run
-        boot = now().boot
+        boot, at = now().boot, controller.loop.time()
         return {
             "ok": True, "schema": 1, "controller": True, "run": to_state(run) if run else None, "boot": boot,
             "live": {
                 "rule": live.rule, "rule_seconds": live.rule_seconds, "rule_error": live.rule_error,
-                "drift": live.drift, "in_work": live.in_work,
-                "draining": live.draining, "alive": observer.alive if observer else None,
+                "drift": live.drift, "in_work": live.count("in_work", at), "draining": live.count("draining", at),
+                "alive": observer.alive if observer else None,
                 "observed": observer.observed() if observer else None,
                 "samples": msgspec.to_builtins(observer.reading) if observer and observer.reading else None,
             },
@@ -121,17 +134,26 @@ class Commands:
         self._controller.handle(happenings.Abort(reason, by, float(drain)))
         return self.status()
 
+    def _take_back(self, request: dict[str, Any], by: str) -> Answer | None:
+        """`canary undo` in the bake: the old engines are there, so no new run is needed. None: not in the bake."""
+        run = self._controller.run
+        if run is None or not run.kept or request.get("to") not in (None, run.id):
+            return None
+        self._controller.handle(happenings.Abort("undo", by, run.policy.settle_seconds))
+        return self.status() | {"checks": [], "before": run.release, "after": run.stable}
+
     # -- starting
     def _preflight(self, op: str, request: dict[str, Any], client: Client, by: str) -> None:
-        start, policy = self._wanted(op, request)
-        hooks = load_settings(self._controller.store.paths.canary_config).hooks
+        wanted = self._wanted(op, request)
+        start, policy, hooks = wanted.start, wanted.policy, wanted.hooks
         controller, parts = self._controller, self._controller.parts
         policy = check_policy(policy, controller.placement.fleet().config.engine.placement)
 
         def checks(_: Any) -> list[Check]:
             paths = controller.store.paths
             releases = {"canary": start.release}
-            return run_checks(paths, controller.placement, parts.rules, parts.samples(policy, releases), start, now())
+            samples = parts.samples(policy, releases)
+            return [*wanted.warnings, *run_checks(paths, controller.placement, parts.rules, samples, start, now())]
 
         def answer(found: list[Check]) -> Answer:
             shown = {"checks": [check.as_dict() for check in found], "policy": msgspec.to_builtins(policy)}
@@ -140,12 +162,12 @@ class Commands:
                 return {"ok": True, "passed": not blocking, **shown}
             if blocking:
                 first = blocking[0]
-                text = f"refused: {'; '.join(check.text for check in blocking)}"
+                text = f"refused: {'; '.join(dict.fromkeys(check.text for check in blocking))}"
                 return failure(text, hint=first.hint, code=first.code) | shown
             run = self._new(start, policy, by)
             controller.begin(msgspec.structs.replace(run, hooks=hooks))
             controller.poke()
-            return self.status() | shown
+            return self.status() | shown | {"before": run.stable, "after": run.release}
 
         self._number += 1
         key = f"preflight {self._number}"
@@ -164,31 +186,36 @@ class Commands:
         except ApplianceError as error:
             client.reply(failure(error.message, hint=error.hint, code=error.exit_code))
 
-    def _wanted(self, op: str, request: dict[str, Any]) -> tuple[Start, Policy]:
-        defaults = load_settings(self._controller.store.paths.canary_config).policy
+    def _wanted(self, op: str, request: dict[str, Any]) -> Wanted:
         if op == "retry":
             last = self._run(None)
             if last.phase not in (Phase.ABORTED, Phase.FAILED):
                 raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
             start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
-            return start, last.policy
+            return self._as_before(start, last)
         if op == "undo":
-            return self._undo(request.pop("to", None))
+            return self._undo(request)
+        settings = load_settings(self._controller.store.paths.canary_config)
         try:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
-        return start, merge(defaults, start.policy)
+        return Wanted(start, merge(settings.policy, start.policy), settings.hooks)
 
-    def _undo(self, to: Any) -> tuple[Start, Policy]:
+    def _as_before(self, start: Start, last: Run) -> Wanted:
+        """With the policy of that run, so a canary.toml that cannot be used is no reason not to: its hooks, too."""
+        try:
+            return Wanted(start, last.policy, load_settings(self._controller.store.paths.canary_config).hooks)
+        except ApplianceError as error:
+            text = f"{error.message}: the hooks of run {last.id} are used"
+            return Wanted(start, last.policy, last.hooks, (Check("settings", "warn", text, error.hint),))
+
+    def _undo(self, request: dict[str, Any]) -> Wanted:
         """Back to what served before the last settled run, or run `to`."""
-        settled = [run for run in self._controller.store.history() if run.phase is Phase.SETTLED]
-        if to is not None:
-            settled = [run for run in settled if run.id == to]
-        if not settled:
-            raise happenings.Refused("no settled run to undo", hint="`appliance release use NAME` puts any release in")
-        last = settled[-1]
-        return Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last.policy
+        store, force = self._controller.store, request.pop("force", False) is True
+        serving = pointer(store.paths, "stable")
+        last = undoing.former(store.history(), serving, request.pop("to", None), force=force)
+        return self._as_before(Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last)
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:
         controller, at = self._controller, now()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 from appliance.arguments import add_common
 from appliance.log import ExitCode, UsageError, emit_json, printable
 from appliance.paths import Paths
 from canary.arguments import duration, run_id, weight
 from canary.asking import POLL_SECONDS, Document, ask, read_document
-from canary.run import MAX_REASON_CHARS
+from canary.run import ENDED, MAX_REASON_CHARS
 from canary.view import one_line
 
 
@@ -77,20 +78,34 @@ def _check_full(paths: Paths, args: argparse.Namespace) -> None:
 
 
 def _drain(paths: Paths, args: argparse.Namespace) -> int:
-    deadline = time.monotonic() + args.timeout
+    deadline, told = time.monotonic() + args.timeout, False
     while True:
         document = read_document(paths, args.run)
-        live, over = document["live"], document["run"]["phase"] in ("settled", "aborted", "failed")
-        left = 0 if over else live.get("in_work")
-        if not args.wait or left == 0 or time.monotonic() >= deadline:
+        run, live = document["run"], document["live"]
+        left, drained = _left(run, live)
+        if not args.wait or drained or time.monotonic() >= deadline:
             break
+        if not told and run["weight"]:
+            told = True
+            text = f"run {run['id']} gets {run['weight']:g} % of the new connections: it drains once that is 0"
+            print(f"{text} (canary rollback, or weight 0)", file=sys.stderr)
         time.sleep(POLL_SECONDS)
+    connections = live.get("draining")
     if args.json:
-        emit_json({"schema": 1, "run": document["run"]["id"], "requests": left, "connections": live.get("draining")})
+        document = {"run": run["id"], "requests": left, "connections": connections, "weight": run["weight"]}
+        emit_json({"schema": 1, "drained": drained} | document)
     else:
-        words = "unknown" if left is None else str(left)
-        print(f"run {document['run']['id']}: {words} requests in work on the canary's release")
-    if args.wait and left != 0:
+        more = "" if connections is None else f", {connections} connections"
+        print(f"run {run['id']}: {'unknown' if left is None else left} requests in work on {run['release']}{more}")
+    if args.wait and not drained:
         print("not drained in time", file=sys.stderr)
         return ExitCode.INCONCLUSIVE
     return ExitCode.DONE
+
+
+def _left(run: dict[str, Any], live: dict[str, Any]) -> tuple[int | None, bool]:
+    """(requests in work, None where unknown; whether nothing is there and nothing comes any more)."""
+    if run["phase"] in ENDED:
+        return 0, True  # its engines are gone, or it is what stable serves
+    left = live.get("in_work")
+    return left, left == 0 and not run["weight"] and live.get("rule") == 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -22,11 +22,12 @@ from appliance.launcher.state import say
 from appliance.log import ApplianceError, BusyError
 from appliance.notify import Notifier
 from canary import happenings
+from canary.goals import final_due, plan
 from canary.happenings import Now
 from canary.jobs import job_of
 from canary.keeper import Keeper
+from canary.live import Live
 from canary.lost import take_over
-from canary.machine import final_due, plan
 from canary.observer import Observer
 from canary.outcome import fail, wait
 from canary.placement import Placement
@@ -53,19 +54,6 @@ class Times:
     tick: float = TICK_SECONDS
     drift: float = DRIFT_SECONDS
     sample: float = 0.5
-
-
-@dataclass(slots=True)
-class Live:
-    """What status shows beside the run; of this process only."""
-
-    rule: float | None = None  # percent, as read back
-    rule_error: str | None = None
-    rule_seconds: float | None = None  # the last change took
-    drift: list[str] = field(default_factory=list)
-    in_work: int | None = None
-    draining: int | None = None
-    repairs: int = 0  # times that others had changed the rules
 
 
 class Controller:
@@ -123,7 +111,7 @@ class Controller:
             self._clean()
             self._keeper.archive()
         else:
-            if wish is not None and self.run is not None and not self.run.committed:
+            if wish is not None and self.run is not None and self.run.abortable:
                 self._decide(wish.event())
             self._look_for_abort()  # before anything of this run is begun again
             # The rule may still be less than what the file says; it becomes so once the canary is seen to live.
@@ -140,6 +128,7 @@ class Controller:
     def _begin(self, run: Run) -> None:
         self._keeper.run = run
         self._weight = None
+        self.live = self.live.of_next_run()
         self.observer = Observer(run, self.parts)
 
     def _clean(self) -> None:
@@ -149,6 +138,7 @@ class Controller:
             if state.weight:
                 self.parts.rules.set_weight(state.run or "0", 0.0)
                 say(f"rule of run {state.run} with {state.weight:g} % found and no run: set to 0")
+            self.live.rule = 0.0
         except (ApplianceError, OSError) as error:
             self.live.rule_error = reason_of(error)
         self._set_marker(None, None)
@@ -212,6 +202,7 @@ class Controller:
         assert self.run is not None
         if self._weight == 0.0 and self.observer is not None and self._keeper.archive():
             self.observer = None
+            self.live.end_of_run()
             self.on_change()
 
     # -- the rule --------------------------------------------------------------------------------------------------
@@ -233,6 +224,7 @@ class Controller:
             self.live.rule_error = reason_of(error)
             return
         self._weight, self.live.rule, self.live.rule_error = weight, weight, None
+        self.live.counted("in_work", None, self._rule_at)
         self.live.rule_seconds = self.loop.time() - self._rule_at
         if self.observer is not None:
             self.observer.weight = weight
@@ -298,6 +290,8 @@ class Controller:
         run, now = self.run, self.loop.time()
         if run.phase is Phase.ROLLING_BACK and run.stage is Stage.DRAIN:
             self._look_at_drain(run)
+        rule = self._weight
+        self._eyes.submit("in_work", lambda _: (rule, self.placement.in_flight(run)))
         if now - self._drift_at >= self._times.drift:
             self._drift_at = now
             self._look_at_rules()
@@ -311,15 +305,14 @@ class Controller:
 
     def _look_for_abort(self) -> None:
         assert self.run is not None
-        if self.run.committed or self.run.over:
+        if not self.run.abortable:
             return
         wish = self.store.abort_wish(self.run.id)
         if wish is not None:
             self.handle(wish.event())
 
     def _look_at_drain(self, run: Run) -> None:
-        self.live.in_work = self.placement.in_work(run)
-        if self.live.in_work == 0 and self._weight == 0.0:
+        if self._weight == 0.0 and self.placement.in_work(run) == 0:
             self.handle(happenings.Drained())
 
     # -- jobs ------------------------------------------------------------------------------------------------------
@@ -372,8 +365,11 @@ class Controller:
         if key == "golden":
             self.observer.golden(result if isinstance(result, bool) else None)
             return
-        if key == "draining":
-            self.live.draining = result if isinstance(result, int) else None
+        if key == "in_work":  # a count of the time before the rule was changed says nothing of now
+            rule, result = result if isinstance(result, tuple) else (None, None)
+            result = result if rule == self._weight else None
+        if key in ("draining", "in_work"):
+            self.live.counted(key, result, self.loop.time())
             return
         if isinstance(result, Exception):
             say(f"<3>{key}: {type(result).__name__}: {result}")

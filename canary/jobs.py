@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from canary import hooks
+from canary import hooks, reverting
 from canary.outcome import Result
 from canary.placement import Placement
 from canary.run import Phase, Run, Stage
@@ -24,6 +24,10 @@ def job_of(placement: Placement, run: Run) -> Job:
             return lambda cancelled: placement.move(run, cancelled)
         case (_, Stage.VERIFY):
             return lambda cancelled: placement.verify(run, cancelled)
+        case (Phase.ROLLING_BACK, Stage.COMMIT):
+            return lambda _: reverting.revert(placement, run)
+        case (Phase.ROLLING_BACK, Stage.SERVING):
+            return lambda cancelled: reverting.serving(placement, run, cancelled)
         case (_, Stage.SERVING):
             return lambda cancelled: placement.gateway("stable", run.release, cancelled)
         case (_, Stage.FOLLOW):

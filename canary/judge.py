@@ -107,6 +107,9 @@ def _enough(history: Evidence, policy: Policy) -> list[Finding]:
         outcome, text = (
             (PASS, done) if seen >= least else (INCONCLUSIVE, f"{done} of {math.ceil(least):,} in this step")
         )
+        if metric == "time":  # readings at the edges of a step are in no window of it (evidence.py:step_time)
+            text = f"{done} counted of a step of {policy.step_seconds:g} s"
+            text += "" if outcome is PASS else f", {math.ceil(least):,} s are needed"
         numbers = {"seen": float(seen), "needed": float(least)}
         if metric == "connections":
             numbers |= {"clients": step.canary.clients, "lost": step.canary.errors.get(LOST, 0)}

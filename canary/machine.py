@@ -1,18 +1,20 @@
-"""What a run does next: pure. `step` takes a run and an event and gives the run afterwards; `plan` says what a run in
-a given place wants of the host. Both know no clock, file or process, so every order of events can be tried.
+"""What a run does next: pure. `step` takes a run and an event and gives the run afterwards; goals.plan says what a run
+in a given place wants of the host. Both know no clock, file or process, so every order of events can be tried.
 
     starting(hook engines) -> warming(gateway) -> step i(hook move observe verify [held]) -> promoting(hook verify
     commit) | settling(serving bake follow post) -> settled
     any before the commit -> rolling_back(drain withdraw hook post) -> aborted | failed
+    settling(serving bake) -> rolling_back(commit serving drain withdraw hook post) -> aborted
 
-The commit is the rename of the stable pointer. Before it an abort wins wherever the run is; after it there is only
-`canary undo`. A controller that starts again calls `step` with Resumed and goes on by `plan`, as if nothing had been.
+The commit is the rename of the stable pointer. Before it an abort wins wherever the run is. After it, as long as the
+old engines are kept (the bake), an abort is a commit in the other direction: the pointer goes back first, the release's
+engines go last. Once they stop there is only `canary undo`. A controller that starts again calls `step` with Resumed
+and goes on by goals.plan, as if nothing had been.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -37,49 +39,6 @@ from canary.run import Ending, Phase, Run, Stage, StepResult
 from canary.types import Outcome
 
 RETRY_SECONDS = 5.0
-_JOBS = frozenset({
-    (Phase.STARTING, Stage.HOOK), (Phase.STARTING, Stage.ENGINES), (Phase.WARMING, Stage.GATEWAY),
-    (Phase.STEP, Stage.HOOK), (Phase.STEP, Stage.MOVE), (Phase.STEP, Stage.VERIFY), (Phase.PROMOTING, Stage.HOOK),
-    (Phase.PROMOTING, Stage.VERIFY), (Phase.PROMOTING, Stage.COMMIT), (Phase.SETTLING, Stage.SERVING),
-    (Phase.SETTLING, Stage.FOLLOW), (Phase.SETTLING, Stage.POST), (Phase.ROLLING_BACK, Stage.WITHDRAW),
-    (Phase.ROLLING_BACK, Stage.HOOK), (Phase.ROLLING_BACK, Stage.POST),
-})  # fmt: skip
-_STOPS_FOR_PAUSE = frozenset({Phase.STARTING, Phase.WARMING, Phase.STEP, Phase.PROMOTING})
-
-
-# -- what a run wants of the host
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    weight: float  # of the rule
-    job: str | None  # Run.job_key of what should be in work
-    observe: bool  # count, judge, look whether it lives
-    redirect: bool  # the canary gateway serves the stable release: what it still gets goes there
-    draining_slot: Literal["canary"] | None  # this gateway closes connections
-    marker: bool  # a run is on: gateways close keep-alive connections in time
-
-
-def plan(run: Run, now: float) -> Plan:
-    """Of a run that is over: weight 0 and nothing else."""
-    back, over = run.phase is Phase.ROLLING_BACK, run.over
-    carries = run.phase in (Phase.STEP, Phase.PROMOTING) or (run.phase, run.stage) == (Phase.SETTLING, Stage.SERVING)
-    stopped = run.paused is not None and run.phase in _STOPS_FOR_PAUSE
-    works = (run.phase, run.stage) in _JOBS and not stopped and now >= run.retry
-    draining = back or (run.phase is Phase.SETTLING and run.stage is not Stage.SERVING)
-    return Plan(
-        weight=run.weight if carries else 0.0,
-        job=run.job_key if works else None,
-        observe=run.phase in (Phase.STEP, Phase.PROMOTING) and not run.skip_analysis,
-        redirect=back and run.stage is Stage.DRAIN,  # after it the withdrawal empties the slot
-        draining_slot="canary" if draining else None,
-        marker=not over,
-    )
-
-
-def final_due(run: Run, now: float) -> bool:
-    """Is the time of this step over, so that it has to be decided?"""
-    return run.stage is Stage.OBSERVE and run.paused is None and now >= run.step_ends
 
 
 # -- transitions
@@ -92,7 +51,7 @@ def step(run: Run, event: Event, now: Now) -> Run:
         return _abort(run, event, now)
     if run.over:
         if isinstance(event, Pause | Resume | Promote | SetWeight):
-            raise _is_over(run)
+            raise no_way_back(run)
         return run
     match event:
         case JobDone():
@@ -166,18 +125,33 @@ def _result(run: Run, now: Now, outcome: str, reason: str) -> StepResult:
 # -- commands
 
 
-def _is_over(run: Run) -> Refused:
-    hints = {Phase.SETTLED: "`canary undo` puts the former release back", Phase.ABORTED: "`canary retry`"}
-    return Refused(f"run {run.id} is over: {run.phase}", hint=hints.get(run.phase, "`canary retry` after the fix"))
+def no_way_back(run: Run) -> Refused:
+    """Why a command comes too late for `run`, which is over or promoted for good, and what there is instead."""
+    if run.phase is Phase.SETTLING:
+        return Refused(
+            f"run {run.id} is past its commit point: stable is {run.release}, and the engines of {run.stable} stop",
+            hint="`canary status --wait`, then `canary undo` puts the former release back",
+        )
+    if run.phase is Phase.SETTLED:
+        hint = f"`canary undo --to {run.id}` puts {run.stable} back"
+        return Refused(f"run {run.id} is over: {run.release} was promoted", hint=hint)
+    what = f"run {run.id} is over: rolled back ({run.phase}: {run.reason})"
+    return Refused(what, hint="`canary retry` starts it again, after the fix")
 
 
 def _abort(run: Run, event: Abort, now: Now) -> Run:
     if run.over:
-        raise _is_over(run)
+        raise no_way_back(run)
+    if run.kept:
+        reason = f"after its promotion: {event.reason}"
+        return _to(
+            run, now, Phase.ROLLING_BACK, Stage.COMMIT, "reverting", weight=0.0, ending="aborted", reason=reason,
+            reverted=True, drain=event.drain, by=event.by, note=f"{run.phase}/{run.stage}",
+        )  # fmt: skip
     if run.committed:
-        raise Refused(
-            f"run {run.id} is past its commit point: stable is {run.release}", hint="`canary undo` puts the former back"
-        )
+        raise no_way_back(run)
+    if run.phase is Phase.ROLLING_BACK and run.stage in (Stage.COMMIT, Stage.SERVING):
+        return replace(run, drain=event.drain) if event.drain < run.drain else run
     if run.phase is Phase.ROLLING_BACK:  # only ever sooner
         until = min(run.until, now.boot + event.drain)
         return replace(run, until=until) if until < run.until else run
@@ -246,7 +220,12 @@ def _promote(run: Run, event: Promote, now: Now) -> Run:
 def _set_weight(run: Run, event: SetWeight, now: Now) -> Run:
     if run.phase is not Phase.STEP or run.stage not in (Stage.OBSERVE, Stage.HELD):
         raise Refused(f"run {run.id} is {run.phase}: its weight is not to be set now", hint="`canary status`")
-    paused = run.paused or f"weight {event.weight:g} set by {event.by}"
+    if run.dry_run:
+        raise Refused(
+            f"run {run.id} is a dry run: no connection is sent to it", hint="`canary start` without --dry-run"
+        )
+    by_weight = run.overridden and (run.paused or "").startswith(f"weight {run.weight:g} set by ")
+    paused = f"weight {event.weight:g} set by {event.by}" if run.paused is None or by_weight else run.paused
     since = run.paused_since if run.paused is not None else now.boot
     return _note(
         run, now, "weight_set", weight=event.weight, overridden=True, paused=paused, paused_since=since, by=event.by
@@ -308,6 +287,10 @@ def _advance(run: Run, now: Now, note: str | None) -> Run:
             return _to(run, now, Phase.SETTLING, Stage.POST, "followed", note=note)
         case (Phase.SETTLING, Stage.POST):
             return _to(run, now, Phase.SETTLED, Stage.OVER, "settled", ended_at=now.utc, note=note)
+        case (Phase.ROLLING_BACK, Stage.COMMIT):
+            return _to(run, now, Phase.ROLLING_BACK, Stage.SERVING, "reverted", note=note)
+        case (Phase.ROLLING_BACK, Stage.SERVING):
+            return _to(run, now, Phase.ROLLING_BACK, Stage.DRAIN, "rolling_back", until=now.boot + run.drain)
         case (Phase.ROLLING_BACK, Stage.WITHDRAW):
             return _to(run, now, Phase.ROLLING_BACK, Stage.HOOK, "withdrawn", note=note)
         case (Phase.ROLLING_BACK, Stage.HOOK):

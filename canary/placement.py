@@ -217,11 +217,26 @@ class Placement:
         return True
 
     def in_work(self, run: Run) -> int | None:
-        """Requests that the canary's gateway has with engines of the release; None: unknown. A gateway that is not
-        running has none."""
+        """Requests that the gateways have with engines of the release, once they send no more there; None: unknown, or
+        they still do. The stable gateway has some only where the release was promoted and taken back."""
+        return self._in_flight(run, unless_serving=True)
+
+    def in_flight(self, run: Run) -> int | None:
+        """The same, also while more are sent there."""
+        return self._in_flight(run, unless_serving=False)
+
+    def _in_flight(self, run: Run, *, unless_serving: bool) -> int | None:
+        found = [self._of_slot("canary", run, unless_serving)]
+        if run.reverted:
+            found.append(self._of_slot("stable", run, unless_serving))
+        known = [count for count in found if count is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    def _of_slot(self, slot: str, run: Run, unless_serving: bool) -> int | None:
+        """A gateway that is not running has none."""
         try:
-            state = get_json(self.paths.gateway_socket("canary"), "/state")
-            if state.get("serving") == run.release:
+            state = get_json(self.paths.gateway_socket(slot), "/state")
+            if unless_serving and state.get("serving") == run.release:
                 return None
             engines = [engine for gpu in state.get("gpus", []) for engine in gpu.get("engines", [])]
             return sum(int(engine["in_flight"]) for engine in engines if engine.get("release") == run.release)

@@ -59,16 +59,17 @@ def run_checks(
     paths: Paths, placement: Placement, rules: Rules, samples: Samples, start: Start, now: Now
 ) -> list[Check]:
     """All of them, also after one that refuses."""
-    store, runs = ReleaseStore(paths), Store(paths)
-    fleet = placement.fleet()
+    store = ReleaseStore(paths)
+    fleet, last = placement.fleet(), Store(paths).load()
+    on = last is not None and not last.over  # then that is what it is refused for, and not what the run is doing
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
-        ("run", lambda: _run(runs, start, now)),
+        ("run", lambda: _run(last, start, now)),
         ("release", lambda: _release(paths, store, start)),
-        ("stable", lambda: _stable(paths, store, start.release)),
+        ("stable", lambda: _stable(paths, store, start.release, on)),
         ("gpus", lambda: _gpus(fleet, start.release)),
         ("gateways", lambda: _gateways(paths)),
         ("metrics", lambda: _metrics(samples)),
-        ("rules", lambda: _rules(rules)),
+        ("rules", lambda: _rules(rules, on)),
         ("host", lambda: _host(paths)),
     )
     found = []
@@ -76,17 +77,19 @@ def run_checks(
         try:
             found += list(check())
         except ApplianceError as error:
-            found.append(Check(name, "refused", error.message, error.hint, error.exit_code))
+            known = error.exit_code in (ExitCode.BUSY, ExitCode.USAGE)  # else it is the preflight that says no
+            code = error.exit_code if known else ExitCode.REFUSED
+            found.append(Check(name, "refused", error.message, error.hint, code))
         except OSError as error:
             found.append(Check(name, "unknown", str(error), "are you root?"))
     return found
 
 
-def _run(runs: Store, start: Start, now: Now) -> Iterator[Check]:
-    last = runs.load()
+def _run(last: Run | None, start: Start, now: Now) -> Iterator[Check]:
     if last is not None and not last.over:
-        busy = f"run {last.id} of {last.release} is {last.phase}"
-        yield Check("run", "refused", busy, f"`canary status`; `canary rollback {last.id}`", ExitCode.BUSY)
+        busy = f"run {last.id} of {last.release} is on ({last.phase})"
+        end = f"`canary rollback {last.id}` ends it" if last.abortable else "`canary status --wait`, then again"
+        yield Check("run", "refused", busy, end, ExitCode.BUSY)
         return
     left = cooldown_left(last, now)
     if left > 0 and last is not None:
@@ -125,7 +128,7 @@ def _release(paths: Paths, store: ReleaseStore, start: Start) -> Iterator[Check]
         yield Check("release", "warn" if start.skip_analysis else "refused", text, hint)
 
 
-def _stable(paths: Paths, store: ReleaseStore, name: str) -> Iterator[Check]:
+def _stable(paths: Paths, store: ReleaseStore, name: str, on: bool) -> Iterator[Check]:
     stable, canary = pointer(paths, "stable"), pointer(paths, "canary")
     if stable is None:
         yield Check("stable", "refused", "no release is in service", "appliance release use NAME puts the first one in")
@@ -137,7 +140,7 @@ def _stable(paths: Paths, store: ReleaseStore, name: str) -> Iterator[Check]:
         why = f"{name} is the same as {stable}: model files, options and engine version"
         yield Check("stable", "refused", why, "there is nothing to find out")
         return
-    if canary not in (None, name):
+    if canary not in (None, name) and not on:
         why = f"the slot canary points at {canary}, and no run is on"
         yield Check("stable", "refused", why, "`canary cleanup` empties it")
         return
@@ -199,9 +202,9 @@ def _metrics(samples: Samples) -> Iterator[Check]:
     yield Check("metrics", "ok", "the gateways measure what the policy limits")
 
 
-def _rules(rules: Rules) -> Iterator[Check]:
+def _rules(rules: Rules, on: bool) -> Iterator[Check]:
     state = rules.read()
-    if state.weight:
+    if state.weight and not on:
         yield Check(
             "rules", "refused", f"the rule sends {state.weight:g} % to the canary, and no run is on", "canary cleanup"
         )

@@ -14,14 +14,15 @@ import sys
 import time
 
 from appliance.arguments import add_common, set_epilog
-from appliance.log import ApplianceError, BusyError, ExitCode, printable, report_error
+from appliance.log import ApplianceError, BusyError, ExitCode, emit_json, printable, report_error
 from appliance.paths import Paths
+from appliance.slots import pointer
 from canary.arguments import duration, run_id
-from canary.asking import Document, ask, offline, wait_over, whoami
+from canary.asking import Document, ask, offline, read_document, wait_over, whoami
 from canary.client import ControllerError, NoController
 from canary.control_cli import reason, show
 from canary.happenings import Refused
-from canary.run import Run
+from canary.run import Phase, Run
 from canary.service import roll_back_here
 from canary.store import AbortWish, Damaged, Store, reason_of
 from canary.wiring import real_parts
@@ -30,7 +31,9 @@ EPILOG = """\
 New connections go to stable at once; connections that are there keep working, and get the stable release with their
 next request. Requests that the canary has in work get --drain to finish, then its engines stop (they give what is left
 another engine.drain_timeout).
-exit codes: 0 rolled back, or on its way (--wait: done), 1 failed, 3 --wait: timed out, 4 over or past the commit point
+A promoted release is taken back as well, as long as the engines of the former one are kept (status: settling, bake).
+exit codes: 0 rolled back, or on its way (--wait: done), or there was nothing to do: the run had been rolled back
+already; 1 failed, 3 --wait: timed out, 4 too late: the run was promoted for good (`canary undo` starts the way back)
 """
 _ANSWER_SECONDS = 5.0
 LAST_RESORT = "iptables -t nat -F APPLIANCE-CANARY; ip6tables -t nat -F APPLIANCE-CANARY"
@@ -53,6 +56,27 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 def run(args: argparse.Namespace) -> int:
     paths, drain = Paths.default(), 0.0 if args.kill else args.drain
     _need_root(paths)
+    try:
+        return _roll_back(paths, args, drain)
+    except ApplianceError:
+        found = _on_disk(paths)
+        if found is None or args.run not in (None, found.id) or found.phase not in (Phase.ABORTED, Phase.FAILED):
+            raise
+        return _nothing_to_do(paths, found, args)  # also where it ended by itself as this was typed
+
+
+def _nothing_to_do(paths: Paths, found: Run, args: argparse.Namespace) -> int:
+    """As with every rollback that comes twice: what it asks for is so."""
+    if args.json:
+        emit_json(read_document(paths, found.id))
+    else:
+        stable = pointer(paths, "stable")
+        words = f"run {found.id} is over: rolled back ({found.phase}: {found.reason}), stable is {stable}"
+        print(printable(f"{words}; nothing to do"))
+    return ExitCode.DONE
+
+
+def _roll_back(paths: Paths, args: argparse.Namespace, drain: float) -> int:
     store = Store(paths)
     present, lost = _present(store, args.run)
     took = _rule_to_zero(paths, present)

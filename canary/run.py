@@ -31,7 +31,7 @@ class Phase(StrEnum):
     WARMING = "warming"
     STEP = "step"
     PROMOTING = "promoting"
-    SETTLING = "settling"  # the stable pointer names the release: no way back but `canary undo`
+    SETTLING = "settling"  # the stable pointer names the release; `kept` says whether the old engines still run
     SETTLED = "settled"
     ROLLING_BACK = "rolling_back"
     ABORTED = "aborted"  # somebody, or a reboot, ended it
@@ -46,8 +46,8 @@ class Stage(StrEnum):
     OBSERVE = "observe"
     VERIFY = "verify"  # golden answers, engines there
     HELD = "held"  # waits for `canary promote`
-    COMMIT = "commit"
-    SERVING = "serving"  # the stable gateway has followed its pointer
+    COMMIT = "commit"  # the stable pointer; when rolling back: it goes back to the former release
+    SERVING = "serving"  # the stable gateway follows its pointer
     BAKE = "bake"  # weight 0, the old engines are still there
     FOLLOW = "follow"  # the old engines stop
     DRAIN = "drain"
@@ -111,6 +111,8 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
     progress: float = 0.0  # the deadline counts from here
     retry: float = 0.0  # the job of this stage waits until then
     until: float = 0.0  # end of draining or baking
+    reverted: bool = False  # it was promoted, and is taken back in the bake
+    drain: float = 0.0  # seconds that requests in work get once it is
     paused: str | None = None
     paused_since: float = 0.0
     held: str | None = None
@@ -131,6 +133,16 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def committed(self) -> bool:
         return self.phase in COMMITTED
+
+    @property
+    def kept(self) -> bool:
+        """Promoted, and the old engines still run: it can be taken back."""
+        return self.phase is Phase.SETTLING and self.stage in (Stage.SERVING, Stage.BAKE)
+
+    @property
+    def abortable(self) -> bool:
+        """Does `canary rollback` still mean this run?"""
+        return not self.over and (not self.committed or self.kept)
 
     @property
     def job_key(self) -> str:

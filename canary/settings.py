@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from appliance.log import ApplianceError, ExitCode, UsageError
-from appliance.statefile import read_bounded
+from appliance.statefile import StateError, read_bounded
 from appliance.tomlfile import NotToml, parse_toml
 from canary.hooks import check_hook
 from canary.run import Hook
@@ -47,6 +47,8 @@ def load_settings(path: Path) -> Settings:
         return Settings()
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except StateError as error:
+        raise SettingsError(error.message, hint="a file of TOML, or none: the defaults") from None
     except NotToml as error:
         raise SettingsError(error.message, hint=error.hint) from None
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from appliance.arguments import add_common, set_epilog
 from appliance.log import ExitCode, UsageError, emit_json, printable
 from appliance.paths import Paths
-from appliance.statefile import read_bounded
+from appliance.statefile import StateError, read_bounded
 from appliance.terminal import mark
 from appliance.tomlfile import NotToml, parse_toml
 from canary.arguments import duration, limit, run_id, share, steps
@@ -30,6 +30,12 @@ What is not given comes from /etc/appliance/canary.toml, then from the defaults.
 exit codes: 0 started (--wait: settled), 1 failed (--wait: rolled back), 2 usage, 3 --wait: timed out, or it waits for a
 person, 4 refused by preflight, 5 another run is on
 """
+UNDO_EPILOG = """\
+While a promoted run still settles (its former engines are kept) this is `canary rollback`: it is taken back at once.
+Later it starts a run back to what served before the last settled run: readiness and golden answers, no analysis. So it
+is refused for a release that failed or was rolled back since; `canary start` judges that one again.
+exit codes: 0 started (--wait: done), 1 failed (--wait: rolled back), 3 --wait: timed out, 4 refused, 5 another run on
+"""
 _MARKS = {"ok": "good", "warn": "held", "refused": "bad", "unknown": "bad"}
 _KEYS = {
     "steps": "steps", "step_time": "step_seconds", "interval": "interval", "warmup": "warmup_seconds",
@@ -48,6 +54,8 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         _policy_options(parser)
     if verb == "undo":
         parser.add_argument("--to", type=run_id, metavar="RUN", help="undo that settled run instead of the last one")
+        parser.add_argument("--force", action="store_true", help="also to a release that was rolled back since")
+        set_epilog(parser, UNDO_EPILOG)
     if verb != "check":
         parser.add_argument("--wait", action="store_true", help="return when the run is over")
         parser.add_argument("--timeout", type=duration, default=86400.0, metavar="TIME", help="of --wait (1d)")
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
     if args.command == "check":
         return _check(paths, args)
-    request = _start(args) if args.command == "start" else {"to": args.to} if args.command == "undo" else {}
+    request = _start(args) if args.command == "start" else _undo(args) if args.command == "undo" else {}
     document = ask(paths, args.command, **request)
     number = document["run"]["id"]
     if args.command == "undo":
@@ -96,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.wait:
         return _started(document, args)
     document, code = wait_over(paths, number, args.timeout)
+    if document["run"]["reverted"] and document["run"]["phase"] == "aborted" and args.command == "undo":
+        code = ExitCode.DONE
     if args.json:
         emit_json(document)
     else:
@@ -117,11 +127,21 @@ def _started(document: Document, args: argparse.Namespace) -> int:
     if args.json:
         emit_json(document)
     else:
+        if found["reverted"]:
+            print(f"run {found['id']}: {document['before']} is taken back, {document['after']} serves again")
+            return ExitCode.DONE
         shown = ", ".join(f"{weight:g}" for weight in found["policy"]["steps"])
-        how = "without analysis" if found["skip_analysis"] else f"steps {shown} %"
-        print(f"run {found['id']}: {found['release']} against {found['stable']}, {how}")
+        if found["skip_analysis"]:
+            print(f"run {found['id']}: {found['release']} goes into service without analysis, in place of", end=" ")
+            print(found["stable"])
+        else:
+            print(f"run {found['id']}: {found['release']} against {found['stable']}, steps {shown} %")
         print("follow it: canary status --watch", file=sys.stderr)
     return ExitCode.DONE
+
+
+def _undo(args: argparse.Namespace) -> dict[str, Any]:
+    return {"to": args.to, "force": args.force or None}
 
 
 def _check(paths: Paths, args: argparse.Namespace) -> int:
@@ -164,6 +184,8 @@ def _policy_file(path: Path) -> dict[str, Any]:
         table = parse_toml(read_bounded(path, 256 << 10), str(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except StateError as error:
+        raise UsageError(f"--policy: {error.message}", hint="a file of TOML, like canary.toml") from None
     except NotToml as error:
         raise UsageError(error.message, hint=error.hint) from None
     inner = table.get("policy", table)

@@ -25,9 +25,9 @@ from appliance.fsutil import locked
 from appliance.launcher.state import say
 from appliance.log import ApplianceError
 from appliance.paths import Paths
-from appliance.slots import pointer
 from appliance.statefile import StateError, read_state, remove_state, state_lock, sync_directory, write_state
 from canary.happenings import Abort, Refused
+from canary.machine import no_way_back
 from canary.marker import clear_marker, write_marker
 from canary.run import MAX_REASON_CHARS, RUN_ID, SCHEMA, Run, RunError, from_state, to_state
 
@@ -204,15 +204,13 @@ class Store:
 
     # -- ending a run from outside
     def may_abort(self, run: Run | None, wanted: str | None = None) -> Run:
-        """`run`, if it is the wanted one and can still be ended; else Refused."""
+        """`run`, if it is the wanted one and can still be ended; else Refused: it is over, or promoted and its old
+        engines stop."""
         if run is None or wanted not in (None, run.id):
             what = f"run {wanted} is not the present one" if run else "there was no run on this host yet"
             raise Refused(what, hint="`canary list`")
-        if run.over or run.committed or pointer(self.paths, "stable") == run.release:
-            raise Refused(
-                f"run {run.id} is past its commit point, or over: stable is {pointer(self.paths, 'stable')}",
-                hint="`canary undo` puts the former release back",
-            )
+        if not run.abortable:
+            raise no_way_back(run)
         return run
 
     def wish_abort(self, wish: AbortWish) -> Run:

@@ -34,8 +34,8 @@ class Policy(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     limits: list[Limit] = msgspec.field(default_factory=lambda: [Limit(metric="itl", seconds=0.080)])
     ttft_not_worse: bool = True  # than stable's in the same window
     alpha: Share = 0.05
-    min_requests: Annotated[int, Meta(ge=1)] = 300
-    min_connections: Annotated[int, Meta(ge=1)] = 20
+    min_requests: Annotated[int, Meta(ge=1, le=10**8)] = 300
+    min_connections: Annotated[int, Meta(ge=1, le=10**8)] = 20
     on_inconclusive: Literal["extend", "hold", "rollback"] = "extend"
     progress_deadline: Seconds = 3600.0
     cooldown: Annotated[float, Meta(ge=0, le=7 * 86400)] = 600.0

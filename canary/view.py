@@ -39,7 +39,8 @@ def status_words(run: dict[str, Any], boot: float) -> str:
     """One line: the phase, since when, what it waits for."""
     words = str(run["phase"]).replace("_", " ")
     if run["phase"] == "step":
-        words = f"step {run['step'] + 1}/{len(run['policy']['steps'])}, {run['stage']}"
+        words = f"step {run['step'] + 1}/{len(run['policy']['steps'])}"
+        words += "" if run["stage"] == "held" and run["held"] else f", {run['stage']}"
         if run["stage"] == "observe":
             words += f" for {age(boot - run['step_began'])} of {age(run['policy']['step_seconds'])}"
             words += ", extended" if run["extended"] else ""
@@ -59,7 +60,7 @@ def _lines(run: dict[str, Any], live: dict[str, Any], document: Document) -> Ite
     if run["phase"] not in ENDED and run["phase"] not in ("settling", "rolling_back") and not run["paused"]:
         left = run["policy"]["progress_deadline"] - (document["boot"] - run["progress"])
         yield "Deadline:", f"rolled back in {age(left)} without progress"
-    if run["phase"] == "rolling_back" or live.get("draining"):
+    if run["phase"] in ("rolling_back", "settling"):
         yield "Draining:", f"{_known(live.get('in_work'))} requests, {_known(live.get('draining'))} connections"
     if live.get("drift"):
         yield "Drift:", f"put back: {'; '.join(live['drift'])}"
@@ -112,9 +113,11 @@ def _next(run: dict[str, Any]) -> str:
     number = run["id"]
     match run["phase"]:
         case "settled":
-            return "canary undo puts the former release back"
+            return f"canary undo --to {number} puts {run['stable']} back"
         case "failed" | "aborted":
             return "canary explain; after the fix: canary retry, or another release"
+        case "settling" if run["stage"] in ("serving", "bake"):
+            return f"it ends by itself; until the bake is over canary rollback {number} takes {run['release']} back"
         case "rolling_back" | "settling":
             return "it ends by itself; canary status --wait"
         case _ if run["held"]:

@@ -69,6 +69,16 @@ def config(host: Host) -> Finding:
     return ok(f"{host.paths.config} is valid")
 
 
+def canary_settings(host: Host) -> Finding:
+    """What `canary start` would read; `undo` and `rollback` do without it."""
+    from canary.settings import load_settings  # for this check alone
+
+    load_settings(host.paths.canary_config)  # its error is the finding
+    return ok(
+        f"{host.paths.canary_config} is valid" if host.paths.canary_config.exists() else "no canary.toml: defaults"
+    )
+
+
 def credentials(host: Host) -> Finding:
     """API keys and certificate, as the gateways would take them at their next start, and as clients see them now."""
     from appliance.gateway.settings import check_servable  # for this check alone
@@ -194,6 +204,7 @@ CHECKS: dict[str, Check] = {
     "code": code,
     "user": user,
     "config": config,
+    "canary": canary_settings,
     "credentials": credentials,
     "units": units,
     "state": state_files,

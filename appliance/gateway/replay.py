@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.gateway.stream import StreamCut, shutting_down
 from appliance.gateway.upstream import UpstreamError
+from appliance.gateway.withdrawn import withdrawn
 from engine.api.errors import ApiError
 from engine.log import log_event
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from appliance.gateway.stream import Stream
     from appliance.gateway.upstream import Exchange, Head
 
+GONE_SECONDS = 0.5
 logger = logging.getLogger(__name__)
 
 
@@ -105,15 +107,27 @@ class Replay:
         return GaveUp(outcome, ApiError(502, message, code="stream_failed"))
 
     async def _next_engine(self) -> Engine:
+        gone_since: float | None = None
         while (engine := self._engines.pick(self._release)) is None:
             left = self._deadline - self._loop.time()
             if left <= 0:
                 seconds = self._settings.gateway.replay_timeout
                 raise self._give_up("timeout", f"no engine of {self._release} could go on within {seconds:g} s")
+            gone_since = self._gone_since(gone_since)
             await self._engines.changed(left)
             if self._relay.gateway.aborting:
                 raise GaveUp("failed", shutting_down())
         return engine
+
+    def _gone_since(self, since: float | None) -> float | None:
+        """Since when the release has been gone from this host; None: it is not. GaveUp once that lasts: pointer and
+        launchers' states are files of several writers, and seen one after another."""
+        if not withdrawn(self._settings.paths, self._engines.launchers.values(), self._release):
+            return None
+        now = self._loop.time()
+        if since is not None and now - since >= GONE_SECONDS:
+            raise self._give_up("withdrawn", f"{self._release} was taken out of service, with all of its engines")
+        return now if since is None else since
 
     async def _attempt(self, engine: Engine) -> StreamCut | None:
         """One engine; a StreamCut is raised or returned when it broke with the request in work."""

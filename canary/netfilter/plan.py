@@ -152,7 +152,10 @@ def _arrange(chain: Chain, wanted: Sequence[Rule | Tokens], lines: list[str], dr
         return
     ours = [rule for rule in chain.rules if rule.ours]
     new = [(number, tokens) for number, tokens in enumerate(wanted, 1) if not isinstance(tokens, Rule)]
-    drift.append(f"{chain.name} has {len(ours)} of our {len(new)} rules, or not in their places")
+    if len(ours) == len(new):
+        drift.append(f"{chain.name}: our rules are not in their places, or not as they should be")
+    else:
+        drift.append(f"{chain.name} has {len(ours)} rules of ours, and should have {len(new)}")
     lines += [f"-D {chain.name} {join(rule.tokens)}" for rule in ours]
     lines += [f"-I {chain.name} {number} {join(tokens)}" for number, tokens in new]
 

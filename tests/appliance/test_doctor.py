@@ -395,6 +395,20 @@ def test_systemctl_that_answers_less_is_unknown(box: Box) -> None:
     assert only(install.units(box.host)).status is Status.UNKNOWN
 
 
+def test_a_canary_toml_that_nobody_can_read_is_found(box: Box, tmp_path: Path) -> None:
+    check: dict[str, dict[str, Any]] = {"install": {"canary": install.canary_settings}}
+    for text, status in (
+        ("", "ok"),
+        ("[policy]\nalpha = 0.01\n", "ok"),
+        ("[policy\n", "failed"),
+        ("[policy]\nx = 1", "failed"),
+    ):
+        put(tmp_path, "etc/appliance/canary.toml", text)
+        [line] = run_checks(check, box.host)
+        assert line.finding.status == status and "canary.toml" in line.finding.text, text
+    assert line.finding.fix is not None
+
+
 @pytest.mark.parametrize(
     ("days", "status", "says"),
     [((-1, 60), "ok", "can start"), ((-30, -2), "failed", "expired on 20"), ((-1, 5), "degraded", "in 5 days")],

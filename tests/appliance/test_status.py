@@ -268,6 +268,36 @@ def test_watch_into_a_pipe_appends_and_ends_with_its_interrupt(paths: Paths, as_
         assert seen.count("! gateway stable is not running") >= 2 and "\x1b" not in seen
 
 
+RUN = {"id": "34", "release": "b", "stable": "a", "phase": "step", "stage": "observe", "weight": 50.0, "paused": None}
+
+
+def test_a_canary_run_is_shown_and_nobody_controlling_it_is_a_problem(paths: Paths) -> None:
+    """With half of the connections on it, a controller that crashes in a loop is nothing that "serves"."""
+    assert status(paths)["canary"] is None
+    write_state(paths.canary_run, RUN, schema=1)
+    write_state(paths.canary_alive, {"at": time.time()}, schema=1)
+    document = status(paths)
+    assert document["ok"] and document["canary"]["on"] and document["canary"]["controller"]["alive"]
+    shown = "\n".join(status_cli.screen(document, io.StringIO()))
+    assert "canary run 34 of b against a: step, 50 % of new connections" in shown
+    for said in ({"at": time.time() - 60}, None):
+        write_state(paths.canary_alive, said, schema=1) if said else paths.canary_alive.unlink()
+        document = status(paths)
+        assert not document["ok"] and "canary rollback" in document["problems"][0]
+    write_state(paths.canary_run, RUN | {"phase": "settled"}, schema=1)
+    assert status(paths)["ok"]  # no run is on: nothing depends on it
+    paths.canary_run.write_text("{]")
+    assert any("canary.json" in problem for problem in status(paths)["problems"])
+
+
+def test_a_watchdog_that_ended_is_a_problem(paths: Paths) -> None:
+    (paths.etc.parents[1] / "proc/77").mkdir(parents=True)
+    write_state(paths.watchdog_state, {"pid": 77}, schema=1)
+    assert status(paths)["watchdog"] == {"pid": 77, "running": True} and status(paths)["ok"]
+    write_state(paths.watchdog_state, {"pid": 78}, schema=1)
+    assert "the watchdog does not run" in status(paths)["problems"][0]
+
+
 def test_numbers_for_people() -> None:
     assert [age(s) for s in (-5, 0, 59.9, 60, 3599, 3600, 86399, 86400, 900000)] == [
         "0s", "0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d00h", "10d10h",

@@ -17,7 +17,7 @@ from typing import Any
 from appliance import leases, rollout
 from appliance.fleet import Fleet
 from appliance.paths import Paths
-from canary import machine, placement, service, store
+from canary import machine, placement, reverting, service, store
 from canary.client import Client, NoController
 from canary.netfilter.apply import Netfilter
 from canary.seams import Parts
@@ -52,6 +52,7 @@ class Effects:
         """In a process that does nothing else."""
         for module, name in (
             (store, "write_state"), (store, "append_event"), (store, "remove_state"), (placement, "set_slot"),
+            (reverting, "set_slot"),
             (rollout, "set_slot"), (rollout, "append_event"), (leases, "write_state"),
         ):  # fmt: skip
             setattr(module, name, self.wrap(name, getattr(module, name)))

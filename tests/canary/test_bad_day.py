@@ -25,6 +25,7 @@ from appliance.slots import pointer
 from canary import machine, rollback_cli, rules_cli, status_cli
 from canary.cli import main
 from canary.client import ControllerError
+from canary.goals import plan
 from canary.happenings import Resumed, Tick
 from canary.preflight import now
 from canary.run import RunError, from_state, to_state
@@ -425,7 +426,7 @@ def test_what_is_taken_for_a_run_can_be_gone_on_with(data: st.DataObject) -> Non
         run = from_state(value, "test")
     except RunError:
         return
-    assert 0 <= machine.plan(run, now().boot).weight <= 100 and run.id.isdecimal()
+    assert 0 <= plan(run, now().boot).weight <= 100 and run.id.isdecimal()
     for event in (Resumed("another boot", False), Tick()):
         json.dumps(to_state(machine.step(run, event, now())), allow_nan=False)
     assert isinstance(run.last_event.get("event", ""), str)

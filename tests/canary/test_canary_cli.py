@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from appliance.canary_guard import refuse_during_run
+from appliance.log import BusyError
 from appliance.slots import pointer
-from canary import rollback_cli, rules_cli, status_cli
+from canary import asking, rollback_cli, rules_cli, status_cli
 from canary.cli import COMMANDS, main
 from canary.store import Store
 from tests.canary.processes import ControllerProcess
@@ -90,11 +92,16 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
     world.script.set(verdict="inconclusive")
     with ControllerProcess(world.paths) as controller:
         controller.call("status")
-        assert command(capsys, "start", "nosuch")[0] == 1
+        code, document, _ = command(capsys, "start", "nosuch")
+        assert code == 4 and document["error"]["message"].count("no release") == 1
+        code, _, err = command(capsys, "start", "v2", "--policy", str(world.paths.state))
+        assert code == 2 and "a file of TOML" in err
+        assert command(capsys, "start", "v2", "--min-requests", "1" + 12 * "0")[0] == 2
         assert command(capsys, "start", "v1")[0] == 4
         assert command(capsys, "start", "v2", "--steps", "50,10")[0] == 2
         assert command(capsys, "start", "v2", *QUICK_OPTIONS, "--step-time", "1h")[0] == 0
-        assert command(capsys, "start", "v2", *QUICK_OPTIONS)[0] == 5
+        code, document, _ = command(capsys, "start", "v2", *QUICK_OPTIONS)
+        assert code == 5 and "no run is on" not in document["error"]["message"]
         wait_for(world, lambda run: run.stage == "observe")
         assert command(capsys, "pause", "7")[0] == 4  # pinned to another run
         assert command(capsys, "pause")[0] == 0
@@ -102,10 +109,16 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
         assert code == 3 and document["run"]["paused"] == "by hand"
         assert command(capsys, "promote", "--full")[0] == 2  # wants --confirm
         assert command(capsys, "resume")[0] == 0
-        assert command(capsys, "weight", "3")[0] == 0 and world.rules.read().weight == 3
+        for weight in ("7", "3"):
+            code, document, _ = command(capsys, "weight", weight)
+            assert code == 0 and document["run"]["paused"].startswith(f"weight {weight} set by ")
+        assert world.rules.read().weight == 3
         code, document, _ = command(capsys, "rollback", "--reason", "enough", "--kill", "--wait")
         assert code == 0 and document["run"]["phase"] == "aborted"
-        assert command(capsys, "rollback")[0] == 4
+        code, document, _ = command(capsys, "rollback")  # what it asks for is so already
+        assert code == 0 and document["run"]["phase"] == "aborted"
+        code, shown = text(capsys, "rollback")
+        assert code == 0 and "run 1 is over: rolled back" in shown and "stable is v1; nothing to do" in shown
         assert command(capsys, "resume")[0] == 4
     check_rolled_back(world)
 
@@ -225,3 +238,129 @@ def test_a_rule_that_somebody_left_is_zeroed_when_the_controller_starts(world: W
         while world.rules.read().weight != 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_broken_canary_toml_keeps_nobody_from_going_back(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """undo and retry take the earlier run's policy and hooks; what needs the file is refused with its fault."""
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK)
+        controller.run_to_end()
+        world.paths.canary_config.write_text("[policy\n")
+        code, document, _ = command(capsys, "start", "v1")
+        assert code == 4 and "canary.toml" in document["error"]["message"]
+        code, document, err = command(capsys, "undo", "--wait", "--timeout", "30s")
+        assert code == 0 and document["run"]["phase"] == "settled" and "warning:" in err and "canary.toml" in err
+        world.script.set(verdict="fail")
+        world.paths.canary_config.unlink()
+        controller.call("start", release="v2", policy=QUICK)
+        wait_for(world, lambda run: run.id == "3" and run.over)
+        world.paths.canary_config.write_text("[policy\n")
+        assert command(capsys, "retry")[0] == 0
+        wait_for(world, lambda run: run.id == "4" and run.over)
+    assert pointer(world.paths, "stable") == "v1"
+
+
+def test_a_dry_run_gets_no_weight_by_hand(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0}, dry_run=True)
+        wait_for(world, lambda run: run.stage == "observe")
+        code, document, _ = command(capsys, "weight", "5")
+        assert code == 4 and "dry run" in document["error"]["message"]
+        controller.call("rollback", reason="done", drain=0.0)
+        controller.run_to_end()
+    assert set(world.rules.history()) == {0}
+
+
+def test_ctrl_c_ends_the_waiting_and_says_that_the_run_goes_on(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    world.script.set(verdict="inconclusive")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        monkeypatch.setattr(asking.time, "sleep", interrupted)
+        code, _, err = command(capsys, "start", "v2", *QUICK_OPTIONS, "--step-time", "1h", "--wait")
+        monkeypatch.undo()
+        assert code == 130 and "run 1 goes on" in err and "canary rollback 1" in err and "half done" not in err
+        assert controller.call("status")["run"]["phase"] not in ("aborted", "failed", "settled")
+
+
+def test_the_way_back_in_the_bake_is_what_the_hints_say(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"settle_seconds": 600.0})
+        wait_for(world, lambda run: run.stage == "bake")
+        assert "canary rollback 1 takes v2 back" in text(capsys, "status")[1]
+        code, document, _ = command(capsys, "start", "v1")
+        assert code == 5 and "canary rollback 1" in document["error"]["hint"]
+        with pytest.raises(BusyError) as refused:
+            refuse_during_run(world.paths, "`release use`")
+        assert "canary undo" in str(refused.value.hint)
+        code, out = text(capsys, "undo")
+        assert code == 0 and "v2 is taken back, v1 serves again" in out
+        controller.run_to_end()
+        assert text(capsys, "list")[1].count("after its promotion: undo") == 1
+        code, document, _ = command(capsys, "rollback")
+        assert code == 0 and document["run"]["reverted"]
+    check_rolled_back(world)
+
+
+def test_it_is_taken_back_in_the_bake_with_the_controller_down(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"settle_seconds": 600.0})
+        wait_for(world, lambda run: run.stage == "bake")
+        os.kill(controller.pid, signal.SIGKILL)
+        controller.wait()
+    code, document, err = command(capsys, "rollback", "--reason", "slow", "--drain", "1s")
+    assert code == 0 and (document["run"]["phase"], document["run"]["reverted"]) == ("aborted", True)
+    assert "rolling back from here" in err
+    check_rolled_back(world)
+
+
+def test_drain_says_what_is_in_work_now_and_waits_for_it(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this run, in any phase; what the run before left behind is not shown."""
+    world.gateways["canary"].in_flight["v2"] = 4
+    world.script.set(verdict="inconclusive")
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0})
+        wait_for(world, lambda run: run.stage == "observe" and world.rules.read().weight == 10)
+        until(lambda: command(capsys, "drain")[1]["requests"] == 4 * world.gpus)
+        world.gateways["canary"].in_flight.clear()
+        until(lambda: command(capsys, "drain")[1]["requests"] == 0)
+        code, document, err = command(capsys, "drain", "--wait", "--timeout", "0.7s")
+        assert (code, document["drained"]) == (3, False) and "10 % of the new connections" in err
+        world.gateways["canary"].in_flight["v2"] = 4
+        controller.call("rollback", reason="test", drain=60.0)
+        code, document, _ = command(capsys, "drain", "--wait", "--timeout", "0.7s")
+        assert (code, document["requests"]) == (3, 4 * world.gpus)
+        world.gateways["canary"].in_flight.clear()
+        assert command(capsys, "drain", "--wait", "--timeout", "20s")[0] == 0
+        controller.run_to_end()
+        until(lambda: controller.call("status")["live"]["draining"] is None)
+        world.gateways["canary"].in_flight["v2"] = 2
+        controller.call("start", release="v2", policy=QUICK | {"step_seconds": 60.0})
+        until(lambda: command(capsys, "drain")[1]["requests"] == 2 * world.gpus)
+
+
+def test_drain_does_not_take_unknown_for_nothing(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    kill_in(world, "observe")
+    code, document, _ = command(capsys, "drain", "--wait", "--timeout", "0.6s")
+    assert (code, document["requests"]) == (3, None)
+
+
+def test_an_idle_controller_knows_the_rule(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK)
+        controller.run_to_end()
+    with ControllerProcess(world.paths) as controller:
+        assert controller.call("status")["live"]["rule"] == 0
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -28,17 +28,17 @@ from tests.canary.world import QUICK, World
 
 FULL = os.environ.get("APPLIANCE_FULL") == "1"
 KILLS = 200 if FULL else 20
-SCENARIOS = ("good", "bad", "aborted")
+SCENARIOS = ("good", "bad", "aborted", "taken back")
 MAX_RESTARTS = 12
 KILLED: list[int] = []
 
 
-def begin(world: World, controller: ControllerProcess) -> bool:
+def begin(world: World, controller: ControllerProcess, long_bake: bool) -> bool:
     """Asks for a run; False if the controller died over it."""
     if Store(world.paths).load() is not None:
         return True
     try:
-        controller.call("start", release="v2", policy=QUICK)
+        controller.call("start", release="v2", policy=QUICK | ({"settle_seconds": 600.0} if long_bake else {}))
     except NoController:
         return False
     except ControllerError as error:  # a restarted one has it already
@@ -54,10 +54,12 @@ def live(world: World, scenario: str, kills: list[tuple[int, bool]], trace: Path
     for number in range(MAX_RESTARTS):
         kill_at, after = kills[number] if number < len(kills) else (None, False)
         with ControllerProcess(world.paths, kill_at=kill_at, after=after, trace=trace) as controller:
-            begun = begin(world, controller)
+            begun = begin(world, controller, scenario == "taken back")
             if scenario == "aborted" and begun and not wished:
                 time.sleep(random.random() * 0.4)
                 wished = wish(world)
+            if scenario == "taken back":
+                wish_in_the_bake(world, controller)
             ended = controller.run_to_end() if begun or Store(world.paths).load() else None
             if ended is not None:
                 return ended
@@ -78,12 +80,25 @@ def wish(world: World) -> bool:
     return True
 
 
+def wish_in_the_bake(world: World, controller: ControllerProcess) -> None:
+    """Once the release is promoted and its former engines are kept, unless the controller dies before."""
+    while controller.alive():
+        run = Store(world.paths).load()
+        if run is not None and run.stage == "bake":
+            Store(world.paths).wish_abort(AbortWish(run.id, "by hand", "test", 0.05))
+        if run is not None and (run.phase in ENDED or run.reverted or run.stage == "bake"):
+            return
+        time.sleep(0.002)
+
+
 def check(world: World, scenario: str, run: dict[str, Any]) -> None:
     promoted = run["phase"] == "settled"
     if scenario == "good":
         assert promoted, run["reason"]
     elif scenario == "bad":
         assert run["phase"] == "failed", run["phase"]
+    elif scenario == "taken back":
+        assert (run["phase"], run["reverted"]) == ("aborted", True), run["reason"]
     else:
         assert run["phase"] in ("settled", "aborted"), run["reason"]
     serving = "v2" if promoted else "v1"
@@ -102,7 +117,9 @@ def check_events(world: World, run: dict[str, Any]) -> None:
     assert [event["seq"] for event in told] == list(range(1, run["seq"] + 1))
     assert told[-1]["event"] == f"canary_{run['phase']}"
     commits = [event for event in told if event["event"] == "canary_committed"]
-    assert len(commits) == (run["phase"] == "settled")
+    assert len(commits) == (run["phase"] == "settled" or run["reverted"])
+    reverts = [event for event in told if event["event"] == "canary_reverted"]
+    assert len(reverts) == run["reverted"]
     back = [event["seq"] for event in told if event["phase"] == "rolling_back"]
     assert not back or max((e["weight"] for e in told if e["seq"] >= min(back)), default=0) == 0
 
@@ -115,7 +132,7 @@ def places(shared_world: World, tmp_path_factory: pytest.TempPathFactory) -> dic
         trace = tmp_path_factory.mktemp("trace") / scenario
         check(shared_world, scenario, live(shared_world, scenario, [], trace))
         counts[scenario] = len(trace.read_text().splitlines())
-    assert min(counts["good"], counts["bad"]) > 25, counts
+    assert min(counts["good"], counts["bad"], counts["taken back"]) > 25, counts
     counts["aborted"] = counts["good"]  # its own number depends on when the wish is seen
     return counts
 

@@ -27,7 +27,7 @@ def finding(result: Verdict, metric: str):
 def test_a_good_release_passes_when_its_step_is_complete_and_not_before():
     early = verdict(GOOD, times=20)
     assert early.outcome is INCONCLUSIVE
-    assert early.reason.startswith("200 s of 280 in this step")
+    assert early.reason.startswith("200 s counted of a step of 300 s, 280 s are needed")
     done = verdict(GOOD)
     assert (done.outcome, {each.outcome for each in done.findings}) == (PASS, {PASS})
 

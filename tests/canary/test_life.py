@@ -268,3 +268,63 @@ def test_exclusive_rollback_gives_the_gpus_back(exclusive: World) -> None:
         run = controller.run_to_end()
     assert run is not None and run["phase"] == "failed"
     check_rolled_back(world)
+
+
+@pytest.mark.parametrize("op", ["rollback", "undo"])
+def test_a_promoted_release_is_taken_back_in_the_bake(world: World, op: str) -> None:
+    """The former engines are kept for it: they are never stopped, and never started anew."""
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller, settle_seconds=600)
+        wait_for(world, lambda run: run.stage == "bake")
+        world.fleet.script(0, log=[])
+        world.gateways["stable"].in_flight["v2"] = 2
+        reply = controller.call(op, **({"reason": "slow", "drain": 60.0} if op == "rollback" else {}))
+        assert reply["run"]["phase"] == "rolling_back"
+        wait_for(world, lambda run: run.stage == "drain")
+        assert pointer(world.paths, "stable") == "v1" and world.engines() == [["v1", "v2"]] * world.gpus
+        world.gateways["stable"].in_flight.clear()  # what it had begun with v2 is over
+        run = controller.run_to_end()
+    assert run is not None and (run["phase"], run["reverted"]) == ("aborted", True)
+    check_rolled_back(world)
+    assert "run" not in world.fleet.log(0) and "replace" not in world.fleet.log(0)
+    told = events(world)
+    assert told.index("committed") < told.index("reverting") < told.index("reverted") < told.index("aborted")
+
+
+def test_a_former_engine_that_is_gone_is_started_before_the_release_goes(world: World) -> None:
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller, settle_seconds=600)
+        wait_for(world, lambda run: run.stage == "bake")
+        world.fleet.ask(0, "sync")  # as a launcher that was started again reads its pointers
+        controller.call("rollback", reason="slow", drain=0.0)
+        run = controller.run_to_end()
+    assert run is not None and run["phase"] == "aborted"
+    check_rolled_back(world)
+
+
+def test_undo_never_brings_back_what_failed_since(world: World) -> None:
+    with ControllerProcess(world.paths) as controller:
+        controller.call("start", release="v2", policy=QUICK)
+        controller.run_to_end()  # 1: v2 over v1
+        reply = controller.call("undo")
+        assert (reply["before"], reply["after"]) == ("v2", "v1")
+        wait_for(world, lambda run: run.id == "2" and run.phase == "settled")  # 2: v1 over v2
+        world.script.set(verdict="fail")
+        start(world, controller)
+        wait_for(world, lambda run: run.id == "3" and run.over)
+        with pytest.raises(ControllerError, match=r"v2 into service without analysis.*run 3: scripted fail") as refused:
+            controller.call("undo")
+        assert refused.value.exit_code == ExitCode.REFUSED and "canary start v2" in str(refused.value.hint)
+        assert pointer(world.paths, "stable") == "v1"
+        controller.call("undo", force=True)
+        wait_for(world, lambda run: run.id == "4" and run.phase == "settled")
+    assert pointer(world.paths, "stable") == "v2"
+
+
+def test_undo_knows_when_something_else_put_stable_there(world: World) -> None:
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller)
+        controller.run_to_end()
+        set_slot(world.paths, "stable", "v1")
+        with pytest.raises(ControllerError, match="stable is v1 by now"):
+            controller.call("undo")

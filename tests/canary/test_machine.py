@@ -8,6 +8,7 @@ import random
 import pytest
 
 from canary import machine
+from canary.goals import final_due, plan
 from canary.happenings import (
     Abort,
     Committed,
@@ -25,7 +26,7 @@ from canary.happenings import (
     Tick,
     Trip,
 )
-from canary.machine import final_due, plan, step
+from canary.machine import step
 from canary.run import Hook, Phase, Run, Stage, from_state, to_state
 from canary.types import Outcome, Policy, Verdict
 
@@ -103,8 +104,27 @@ def test_reboot_between_the_rename_and_its_record_settles() -> None:
     assert walk(run, Resumed("b", committed=True)).phase is Phase.SETTLING
 
 
-@pytest.mark.parametrize("stage", [Stage.SERVING, Stage.BAKE, Stage.FOLLOW, Stage.POST])
-def test_abort_after_the_commit_is_refused_with_the_way_out(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [Stage.SERVING, Stage.BAKE])
+def test_an_abort_in_the_bake_puts_the_pointer_back_first(stage: Stage) -> None:
+    """The old engines are kept for exactly this: stable goes back and is served before the engines go."""
+    run = walk(until(make(), Phase.SETTLING, stage, 2), Abort("slow", "bob", 30.0))
+    seen = []
+    while not run.over:
+        seen.append(run.stage)
+        assert plan(run, 0.0).weight == 0 and not run.committed
+        run = walk(run, Tick(), now=run.until) if run.stage is Stage.DRAIN else done(run)
+    assert seen == [Stage.COMMIT, Stage.SERVING, Stage.DRAIN, Stage.WITHDRAW, Stage.HOOK, Stage.POST]
+    assert (run.phase, run.reverted, run.reason) == (Phase.ABORTED, True, "after its promotion: slow")
+
+
+def test_a_reboot_while_it_is_taken_back_goes_on_with_it() -> None:
+    run = walk(until(make(), Phase.SETTLING, Stage.BAKE, 2), Abort("slow", "bob", 30.0))
+    again = walk(run, Resumed("b", committed=True))
+    assert (again.phase, again.stage) == (Phase.ROLLING_BACK, Stage.COMMIT)
+
+
+@pytest.mark.parametrize("stage", [Stage.FOLLOW, Stage.POST])
+def test_abort_once_the_old_engines_stop_is_refused_with_the_way_out(stage: Stage) -> None:
     run = until(make(), Phase.SETTLING, stage, 2)
     with pytest.raises(Refused, match="commit point") as refused:
         walk(run, Abort("too late", "bob", 0.0))
@@ -224,7 +244,7 @@ class Host:
         try:
             self.run = step(before, event, Now(self.now, self.now))
         except Refused:
-            assert not isinstance(event, Abort) or before.over or before.committed
+            assert not isinstance(event, Abort) or not before.abortable
             return
         self.check(before, event)
 
@@ -237,12 +257,12 @@ class Host:
             assert wanted.weight == 0
         if before.phase is Phase.ROLLING_BACK:
             assert run.phase in (Phase.ROLLING_BACK, Phase.ABORTED, Phase.FAILED)
-        if isinstance(event, Abort) and not before.committed and not before.over:
+        if isinstance(event, Abort) and before.abortable:
             assert run.phase is Phase.ROLLING_BACK
         if run.committed:
             assert self.committed and not run.dry_run
         if run.dry_run:
-            assert wanted.weight == 0 or run.overridden or before.overridden
+            assert wanted.weight == 0
         if run.phase is Phase.PROMOTING and before.phase is Phase.STEP and not isinstance(event, Promote):
             assert [result.outcome in ("pass", "skipped") for result in run.results] == [True] * len(run.results)
 
@@ -257,7 +277,7 @@ def test_random_schedules_end_as_they_must() -> None:
             if host.run.over:
                 break
         assert host.run.over, (seed, host.run.job_key)
-        assert (host.run.phase is Phase.SETTLED) == host.committed, seed
+        assert (host.run.phase is Phase.SETTLED) == (host.committed and not host.run.reverted), seed
         ended[host.run.phase] += 1
     assert min(ended.values()) > SCHEDULES // 50, ended  # the schedules reach all ends
     assert machine.RETRY_SECONDS > 0

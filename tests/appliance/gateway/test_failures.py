@@ -354,6 +354,41 @@ async def test_when_nobody_can_go_on_the_stream_ends_with_an_error_event(host, f
     assert await gateway.metric("appliance_gateway_replays_total", outcome="timeout") == 1
 
 
+async def test_a_stream_of_a_release_that_was_withdrawn_ends_at_once(host, front):
+    """Its engine was killed, and no slot names the release any more: nobody can come back, so nobody is waited for."""
+    engine = await host.engine(script=counting(10, cut_after=4))
+    await host.engine(1, "r2")
+    gateway = await front(replay_timeout=300)
+    task = asyncio.create_task(gateway.stream())
+    await gateway.until(lambda: engine.requests)
+    host.point("stable", "r2")
+    host.remove(0, "r1")
+    body = await asyncio.wait_for(task, 10)
+    last = body.split(b"\n\n")[-2]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_failed"
+    assert b"taken out of service" in last
+    assert await gateway.metric("appliance_gateway_replays_total", outcome="withdrawn") == 1
+
+
+@pytest.mark.parametrize("wanted", ["slot", "launcher"])
+async def test_an_engine_that_comes_back_is_waited_for(host, front, wanted):
+    """Between two processes no engine of the release is there; it is the slot, or the launcher, that still wants it."""
+    engine = await host.engine(script=counting(10, cut_after=4))
+    await host.engine(1, "r2")
+    gateway = await front(replay_timeout=300)
+    task = asyncio.create_task(gateway.stream())
+    await gateway.until(lambda: engine.requests)
+    if wanted == "launcher":
+        host.point("stable", "r2")
+        host.report(0, state="backoff", admitted=False, pid=None)
+    else:
+        host.remove(0, "r1")
+    await asyncio.sleep(1.2)
+    assert not task.done()
+    await host.engine(0, "r1", script=counting(10), state="ready", admitted=True, pid=4711)
+    assert await asyncio.wait_for(task, 10) == whole(10)
+
+
 async def test_a_stream_never_goes_on_with_another_release(host, front):
     engine = await host.engine(0, script=counting(10, cut_after=4))
     gateway = await front(replay_timeout=0.5)
