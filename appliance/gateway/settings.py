@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.certificate import CertificateError, Validity, problem_of_dates, validities
+from appliance.credentials import CredentialError, refuse_unusable
 from appliance.hostconfig import Gateway, HostConfig
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
@@ -78,7 +79,8 @@ def make_settings(
         if not _filled(certificate) or not _filled(key):
             raise Refused(
                 "gateway.tls is true, but there is no certificate and key",
-                hint="put them where LoadCredential= of this unit looks for tls-cert and tls-key, or set tls = false",
+                hint=f"put them there, as PEM: {paths.etc}/credentials/tls-cert and tls-key (root, mode 0600); or set "
+                "gateway.tls = false",
             )
     api = ApiConfig(
         model="",
@@ -141,13 +143,16 @@ def look_at_certificate(settings: Settings, tls: ssl.SSLContext | None) -> tuple
 
 
 def _credential(directory: Path | None, name: str) -> Path | None:
-    path = directory and directory / name
-    try:
-        return path if path and path.stat() else None
-    except FileNotFoundError:
+    """None where it is not there. Refused where it is there in a form that systemd could not load: the unit would be
+    handed an empty stand-in, and nobody may take that for "no keys"."""
+    if directory is None:
         return None
-    except OSError as error:
-        raise Refused(f"cannot read {path}: {error.strerror}", hint=_CREDENTIAL_HINT) from None
+    path = directory / name
+    try:
+        refuse_unusable(path)
+        return path if path.exists() else None
+    except CredentialError as error:
+        raise Refused(error.message, hint=error.hint) from None
 
 
 def _filled(path: Path | None) -> bool:

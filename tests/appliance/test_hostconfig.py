@@ -341,7 +341,7 @@ def test_what_gateways_would_refuse_is_refused_before(
 
 
 @pytest.mark.parametrize("name", ["api-keys", "tls-cert", "tls-key"])
-@pytest.mark.parametrize("kind", ["directory", "fifo", "empty", "garbage", "loop", "huge"])
+@pytest.mark.parametrize("kind", ["directory", "fifo", "empty", "garbage", "loop", "dangling", "huge"])
 def test_a_credential_that_cannot_be_used_is_refused_whatever_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
 ) -> None:
@@ -361,11 +361,55 @@ def test_a_credential_that_cannot_be_used_is_refused_whatever_it_is(
         os.mkfifo(bad)
     elif kind == "loop":
         bad.symlink_to(bad)
+    elif kind == "dangling":
+        bad.symlink_to(tmp_path / "not-mounted")
     else:
         bad.write_bytes({"empty": b"", "garbage": bytes(range(256)) * 9, "huge": b"#" * (2 << 20)}[kind])
     assert main(command) == 4
     err = capsys.readouterr().err
     assert "error: " in err and "hint: " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("auth", ["auto", "none"])
+@pytest.mark.parametrize("kind", ["directory", "dangling", "dangling parent"])
+def test_keys_that_are_there_and_cannot_be_loaded_are_not_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, auth: str
+) -> None:
+    """auth = "auto" on loopback is open without keys: a link whose mount is missing must not open it."""
+    monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    etc = tmp_path / "etc/appliance"
+    etc.mkdir(parents=True)
+    (etc / "appliance.toml").write_text(f"[gateway]\nauth = '{auth}'\n")
+    if kind == "dangling parent":
+        (etc / "credentials").symlink_to(tmp_path / "not-mounted")
+    elif kind == "dangling":
+        (etc / "credentials").mkdir()
+        (etc / "credentials/api-keys").symlink_to(tmp_path / "not-mounted")
+    else:
+        (etc / "credentials/api-keys").mkdir(parents=True)
+    assert main(["config", "check"]) == 4
+    err = capsys.readouterr().err
+    assert f"{etc}/credentials/api-keys cannot be loaded" in err and "a regular file of root" in err
+
+
+def test_missing_tls_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "appliance.toml").write_text("[gateway]\ntls = true\n")
+    assert main(["config", "check", str(tmp_path / "appliance.toml"), "--credentials", str(tmp_path)]) == 4
+    assert "/etc/appliance/credentials/tls-cert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bits", "says"), [(1024, "2048 bits or more"), (2048, None)])
+def test_a_key_that_openssl_finds_too_small_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: int, says: str | None
+) -> None:
+    argv = ["openssl", "req", "-x509", "-nodes", "-newkey", f"rsa:{bits}", "-subj", "/CN=box", "-days", "30"]
+    argv += ["-keyout", str(tmp_path / "tls-key"), "-out", str(tmp_path / "tls-cert")]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    (tmp_path / "appliance.toml").write_text("[gateway]\ntls = true\n")
+    code = main(["config", "check", str(tmp_path / "appliance.toml"), "--credentials", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert code == (4 if says else 0) and (says or "") in err and "belong together" not in err
 
 
 @pytest.mark.timeout(30)
