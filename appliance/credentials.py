@@ -1,8 +1,8 @@
 """`python -m appliance.credentials UNIT`: takes over changed credentials into a running unit, for `systemctl reload`.
 
-With --check, before a unit starts: SetCredential= stands in for every file that systemd could not load, be it missing, a
-directory or a dangling link, and the gateway, which may not look into root's directory, cannot tell these apart. So root
-looks: keys that are there in whatever form and were not handed over keep the unit from starting without them.
+With --check, before a unit starts: SetCredential= stands in for every file that systemd could not load, be it missing,
+a directory or a dangling link, and the gateway, which may not look into root's directory, cannot tell these apart. So
+root looks: keys that are there in whatever form and were not handed over keep the unit from starting without them.
 
 systemd 252 copies LoadCredential= files when a unit starts and never again. The copies are files on a ramfs of the
 unit's own, /run/credentials/UNIT, mounted read-only everywhere; the unit sees the same ramfs. So root remounts it
