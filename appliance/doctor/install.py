@@ -18,8 +18,8 @@ from appliance.paths import SLOT_NAMES
 from appliance.statefile import read_state
 
 USER = "appliance"
-_PROPERTIES = ("LoadState", "ActiveState", "SubState", "UnitFileState", "NeedDaemonReload", "Result")
-_PROPERTIES += ("ExecMainStatus", "NRestarts", "ActiveEnterTimestampMonotonic")
+_PROPERTIES = ["LoadState", "ActiveState", "SubState", "UnitFileState", "NeedDaemonReload", "Result"]
+_PROPERTIES += ["ExecMainStatus", "NRestarts", "ActiveEnterTimestampMonotonic"]
 _SETTLED_SECONDS = 300.0  # StartLimitIntervalSec= of our units: a restart before that is forgotten
 _LISTEN = "0A"  # TCP_LISTEN, include/net/tcp_states.h
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -62,8 +62,8 @@ def _unit(name: str, state: dict[str, str], now: float) -> Finding | None:
         # Without reset-failed a start is refused where the limit of starts was hit.
         again = f"systemctl reset-failed {name}; systemctl restart {name}"
         return failed(f"{name} has failed ({state.get('Result')})", f"`systemctl status {name}`, then `{again}`")
-    if again := _ends_again(name, state, now):
-        return again
+    if found := _ends_again(name, state, now):
+        return found
     if state.get("UnitFileState") not in ("enabled", "enabled-runtime", "static", "generated", "alias", "indirect"):
         return degraded(f"{name} is not enabled: gone after a reboot", f"systemctl enable {name}")
     if state.get("NeedDaemonReload") == "yes":
@@ -86,7 +86,11 @@ def _ends_again(name: str, state: dict[str, str], now: float) -> Finding | None:
 
 
 def config(host: Host) -> Finding:
-    gateway = load_config(host.paths.config).gateway  # its error is the finding
+    from appliance.gateway.settings import check_ports  # for this check alone
+
+    found = load_config(host.paths.config)  # its error is the finding
+    check_ports(found, host.run, host.root / "proc")  # and its
+    gateway = found.gateway
     for address, port in ((gateway.host, gateway.port), (gateway.canary_host, gateway.canary_port)):
         if gateway.auth == "none" and not ipaddress.ip_address(address).is_loopback:
             return degraded(

@@ -12,9 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import command
 from appliance.certificate import CertificateError, Validity, problem_of_dates, validities
+from appliance.command import Runner
 from appliance.credentials import CredentialError, refuse_unusable
-from appliance.hostconfig import Gateway, HostConfig
+from appliance.hostconfig import Gateway, HostConfig, ports
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
 from appliance.statefile import StateError, read_bounded
@@ -119,6 +121,26 @@ def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> list[
     if problem:
         raise Refused(problem, hint="clients refuse it: put a valid one there and reload the gateways")
     return found
+
+
+def check_ports(config: HostConfig, run: Runner = command.run, proc: Path = Path("/proc")) -> None:
+    """Refused: a port of this host's gateways that only root may have, where their unit was not given that right."""
+    try:
+        first = int((proc / "sys/net/ipv4/ip_unprivileged_port_start").read_text())
+    except (OSError, ValueError):
+        return  # the kernel will say
+    low = {key: port for key, port in ports(config).items() if port < first}
+    if not low:
+        return
+    argv = ["systemctl", "show", "--property=AmbientCapabilities", "--value", "--", "appliance-gateway@stable.service"]
+    if "cap_net_bind_service" in run(argv, timeout=15.0).text:
+        return
+    key, port = next(iter(low.items()))
+    raise Refused(
+        f"{key.removesuffix(' + 1')}: {port} is below {first} (net.ipv4.ip_unprivileged_port_start), and the gateways "
+        "have no CAP_NET_BIND_SERVICE",
+        hint="install the drop-in examples/low-port.conf first (/usr/share/doc/appliance), or choose another port",
+    )
 
 
 def make_tls(settings: Settings) -> ssl.SSLContext | None:

@@ -187,7 +187,7 @@ def test_completion_offers_what_may_come(scripts: dict[str, Path], shell: str) -
     assert offered("drain", "") == ["0", "1", "10"] == offered("drain", "--wait", "1", "")
     assert offered("drain", "--reason", "model", "") == ["0", "1", "10"]  # the value of an option is no command
     assert offered("drain", "--re") == ["--reason"]
-    assert offered("doctor", "--only", "") == ["install", "kernel", "nvidia", "releases", "system"]
+    assert offered("doctor", "--only", "") == ["install", "kernel", "nvidia", "releases", "system", "watchdog"]
     assert offered("logs", "--gpu", "") == ["0", "1", "10"] and offered("logs", "--gateway", "c") == ["canary"]
     assert offered("model", "remove", "") == ["tiny"]
     assert offered("completion", "") == ["bash", "zsh"]

@@ -87,6 +87,7 @@ class Box:
         add_release(self.paths, "a", slot="stable", golden=["NVIDIA-H200"])
         self.paths.config.write_text("")
         put(root, "sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
+        put(root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "1024\n")
         put(root, "proc/uptime", "100000.50 700000.00\n")
         self.watchdog()
         put(root, "proc/cmdline", "BOOT_IMAGE=/vmlinuz-6.1.0 root=/dev/sda1 ro quiet\n")
@@ -305,6 +306,21 @@ def test_without_systemd_the_watchdogs_own_word_counts(box: Box) -> None:
 def test_a_restart_long_ago_is_forgotten(box: Box) -> None:
     box.unit_states["appliance-canary.service"].update(NRestarts="1", ActiveEnterTimestampMonotonic="99000000000")
     assert only(install.units(box.host)).status is Status.OK
+
+
+@pytest.mark.parametrize("how", ["", "drop-in", "sysctl"])
+def test_a_low_port_is_fine_where_it_may_be_bound(box: Box, how: str) -> None:
+    box.paths.config.write_text("[gateway]\nport = 443")
+    if not how:
+        [line] = run_checks({"install": {"config": install.config}}, box.host)
+        assert line.finding.status is Status.FAILED and "gateway.port: 443 is below 1024" in line.finding.text
+        assert "low-port.conf" in (line.finding.fix or "")
+        return
+    if how == "sysctl":
+        put(box.root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "80\n")
+    else:  # as systemctl 252 prints it
+        box.commands.answers = {"systemctl show --property=AmbientCapabilities": "cap_net_bind_service\n"}
+    assert install.config(box.host).status is Status.OK
 
 
 def test_real_device_nodes_are_read() -> None:
