@@ -28,6 +28,7 @@ from appliance.hostconfig import Count
 from appliance.log import ApplianceError, ExitCode, Progress, UsageError
 from appliance.paths import RELEASE_NAME, Paths
 from appliance.slots import slots_of
+from appliance.state_hints import damaged_hint
 from appliance.statefile import StateError, read_state, sync_directory
 
 if TYPE_CHECKING:
@@ -127,9 +128,11 @@ class ReleaseStore:
         try:
             state = read_state(path, schema=SCHEMA)
         except NotADirectoryError:
-            state = None
+            state = None  # a file in the place of a directory
         except OSError as error:
             raise ReleaseUnreadable(f"cannot read {path}: {error.strerror}", hint="run it as root?") from None
+        if state is None and os.path.lexists(path.parent):
+            raise ReleaseError(f"the release {name!r} is unusable: it has no {RELEASE_JSON}", hint=damaged_hint(path))
         if state is None:
             raise ReleaseError(
                 f"there is no release {name!r} in {self.paths.releases}", hint="see `appliance release list`"
@@ -137,7 +140,7 @@ class ReleaseStore:
         try:
             release = msgspec.convert(state, Release)
         except msgspec.ValidationError as error:
-            raise ReleaseError(f"{path} is damaged: {error}", hint="remove the release and add it again") from None
+            raise ReleaseError(f"{path} is damaged: {error}", hint=damaged_hint(path)) from None
         if release.name != name:
             raise ReleaseError(f"{path} belongs to the release {release.name!r}", hint="directories are never renamed")
         return release

@@ -125,8 +125,7 @@ def state_files(host: Host) -> list[Finding]:
         try:
             read_state(file, schema=1)
         except ApplianceError as error:
-            lost = "the holds of that GPU" if file.parent.name == "holds" else f"what {file.name} says"
-            found.append(failed(error.message, f"{error.hint or 'restore it'} (lost with it: {lost})"))
+            found.append(failed(error.message, error.hint or "restore it"))
         except PermissionError:
             found.append(unknown(f"{file} cannot be read", "run it as root"))
     return found or [ok(f"{sum(file.exists() for file in files)} state files can be read")]

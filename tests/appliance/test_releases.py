@@ -276,7 +276,9 @@ def test_list_shows_what_is_broken(store: ReleaseStore, paths: Paths) -> None:
     (paths.releases / "torn" / "release.json").write_text('{"schema": 1, "name": "torn"}')
     found = {info.name: info for info in store.list()}
     assert found["v1"].problem is None and found["v1"].slots == ("stable",)
-    assert "no release 'empty'" in str(found["empty"].problem)
+    assert "the release 'empty' is unusable" in str(found["empty"].problem)
+    with pytest.raises(ReleaseError, match="the release 'empty' is unusable"):  # `show` says the same as `list`
+        store.get("empty")
     assert "belongs to the release 'v1'" in str(found["copied"].problem)
     assert "schema 2" in str(found["newer"].problem)
     assert "missing required field" in str(found["torn"].problem)
