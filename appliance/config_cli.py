@@ -59,9 +59,10 @@ def _check(args: argparse.Namespace) -> int:
     config = load_config(path)
     from appliance.engine_options import problem_of_host_arguments  # loads the engine's code, which `show` needs not
 
-    if problem := problem_of_host_arguments(config):
+    if found := problem_of_host_arguments(config):
+        key, problem = found
         hint = "options of `python -m engine`, see its --help; most have a key of their own in [engine]"
-        raise HostConfigError(f"{path}: engine.arguments: no engine would start with them: {problem}", hint=hint)
+        raise HostConfigError(f"{path}: {key}: no engine would start with that: {problem}", hint=hint)
     from appliance.gateway.settings import check_ports, check_servable
 
     check_ports(config)

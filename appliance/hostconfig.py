@@ -33,6 +33,8 @@ _MAX_FRACTION = 0.95  # of a GPU, for everything of ours on it
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.05, le=86400)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+ContextTokens = Annotated[int, Meta(ge=2, le=1_000_000)]  # one of prompt and one of output
+StartSeconds = Annotated[float, Meta(ge=5, le=86400)]  # importing the engine alone takes a second or two
 Edge = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -70,14 +72,14 @@ class Engine(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0.05, le=_MAX_FRACTION)] | None,
         _is("of the GPU's memory, for one engine; without it 0.45 (shared) or 0.9 (exclusive)"),
     ] = None
-    max_model_len: Annotated[Count | None, _is("tokens of prompt and output; without it the model's")] = None
+    max_model_len: Annotated[ContextTokens | None, _is("tokens of prompt and output; without it the model's")] = None
     max_batch_seqs: Annotated[
         Annotated[int, Meta(ge=1, le=256)] | None, _is("sequences that run at once; without it the engine's default")
     ] = None
     max_queued_requests: Annotated[Count | None, _is("more are answered 429; without it the engine's default")] = None
     request_timeout: Annotated[Seconds, _is("of one request")] = 600.0
     drain_timeout: Annotated[Seconds, _is("what requests in flight get; then they are replayed elsewhere")] = 30.0
-    start_timeout: Annotated[Seconds, _is("without progress of the load")] = 600.0
+    start_timeout: Annotated[StartSeconds, _is("without progress of the load")] = 600.0
     stall_timeout: Annotated[Seconds, _is("no step while work is queued: the engine is killed and started again")] = (
         60.0
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from appliance.hostconfig import Count
+from appliance.hostconfig import ContextTokens, Count
 from appliance.log import ApplianceError, ExitCode, Progress, UsageError
 from appliance.paths import RELEASE_NAME, Paths
 from appliance.slots import slots_of
@@ -59,7 +59,7 @@ class ReleaseOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     """What a release may decide about its engine; None = the host's appliance.toml. Narrower than the engine's command
     line: where it listens, who may use it and how much of the GPU it takes belong to the host."""
 
-    max_model_len: Count | None = None
+    max_model_len: ContextTokens | None = None
     max_batch_seqs: Annotated[int, Meta(ge=1, le=256)] | None = None
     max_queued_requests: Count | None = None
     arguments: list[str] = []  # further options of `python -m engine`, after those of appliance.toml

@@ -63,6 +63,8 @@ def problem(text: str | bytes) -> HostConfigError:
         ("[gateway]\nwait_timeout = inf", "f: gateway.wait_timeout: inf is not a number from 0.05 to 86400"),
         ("[gateway]\nwait_timeout = nan", "f: gateway.wait_timeout: nan is not a number from 0.05 to 86400"),
         ("[gateway]\nmetrics_buckets_seconds = [1, inf]", "f: gateway.metrics_buckets_seconds: [1, inf] is not a list, each a number above 0 to 86400"),
+        ("[engine]\nmax_model_len = 1", "f: engine.max_model_len: 1 is not a whole number from 2 to 1000000"),
+        ("[engine]\nstart_timeout = 0.05", "f: engine.start_timeout: 0.05 is not a number from 5 to 86400"),
         ("[engine]\nplacement = 'both'", "f: engine.placement: 'both' is not one of \"exclusive\", \"shared\""),
         ("[engine]\nmemory_max = '24'", "f: engine.memory_max: '24' is 24 bytes, which no engine starts in; did you mean \"24G\"?"),
         ("[engine]\nmemory_max = '24GB'", "f: engine.memory_max: '24GB' is neither \"auto\" nor a size like \"24G\""),
@@ -276,6 +278,9 @@ def test_another_schema_says_which_one_this_version_reads(schema: str, hint: str
         ("[engine]\narguments = ['--kv-tokens', 'many']", "argument --kv-tokens: 'many' is not a number"),
         ("[engine]\narguments = ['--kv-tokens']", "argument --kv-tokens: expected one argument"),
         ("[engine]\narguments = ['stray']", "unrecognized arguments: stray"),
+        ("[engine]\narguments = ['--threads', '100000']\n[gpus]\nbackend = 'cpu'", "at most 256 threads"),
+        ("[engine]\narguments = ['--kv-tokens', '1000000000000']\n[gpus]\nbackend = 'cpu'", "bytes of memory"),
+        ("[engine]\narguments = ['--kv-tokens', '16384']\n[gpus]\nbackend = 'cpu'", None),
         ("[engine]\narguments = ['--help']", "prints a text and ends"),
         ("[engine]\narguments = ['--threads', '2']", "num_threads is an option o"),  # of the other backend
     ],
@@ -289,6 +294,17 @@ def test_check_asks_the_engine_about_its_arguments(
     shown = capsys.readouterr()
     if says is not None:
         assert f"{file}: engine.arguments: " in shown.err and says in shown.err and "usage:" not in shown.err
+
+
+@pytest.mark.parametrize(("backend", "code"), [("cpu", 4), ("cuda", 0)])
+def test_check_asks_the_engine_whether_sizes_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int
+) -> None:
+    """256 sequences do not fit a step of the CPU backend, which takes 256 tokens, one of them a page of prefill."""
+    file = tmp_path / "appliance.toml"
+    file.write_text(f"[gpus]\nbackend = '{backend}'\n[engine]\nmax_batch_seqs = 256\n")
+    assert main(["config", "check", str(file)]) == code
+    assert ("engine.max_batch_seqs: no engine would start" in capsys.readouterr().err) == (code == 4)
 
 
 KEY_LINE = "# clients\n" + "0" * 64 + "  ops\n"
