@@ -336,6 +336,8 @@ def explained(doing: str) -> Iterator[None]:
     except OSError as error:
         where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
         reason = os.strerror(error.errno) if error.errno else str(error)
+        if isinstance(error, PermissionError):
+            raise ReleaseRefused(f"{doing}: {reason}{where}", hint="run as root") from error
         raise ReleaseError(f"{doing}: {reason}{where}", hint="check the disk, and that you are root") from error
 
 

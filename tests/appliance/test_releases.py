@@ -195,7 +195,7 @@ def test_no_space_is_said_before_the_copy(store: ReleaseStore, paths: Paths, mon
     "pairs, message",
     [
         (["max_model_len"], "KEY=VALUE"),
-        (["max_model_len=0"], "max_model_len: Expected `int` >= 1"),
+        (["max_model_len=0"], "max_model_len: Expected `int` >= 2"),
         (["max_model_len=many"], "max_model_len: Expected `int"),
         (["max_batch_seqs=257"], "max_batch_seqs"),
         (["max_model_len=9", "max_model_len=9"], "twice"),
@@ -389,3 +389,13 @@ def test_killed_remove(store: ReleaseStore, paths: Paths) -> None:
             break
         deaths += 1
     assert finished and store.list() == [] and deaths * STRIDE > 5
+
+
+def test_changes_by_nobody_are_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(paths.releases))
+
+    monkeypatch.setattr(os, "chmod", denied)
+    with pytest.raises(ReleaseRefused) as caught:
+        ReleaseStore(paths).remove("v1")
+    assert caught.value.exit_code == 4 and caught.value.hint == "run as root"
