@@ -127,7 +127,7 @@ def _drain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace, progres
             # A hold that is already there is only waited for: the launcher keeps its time.
             ControlClient(paths, gpu).call("hold", **hold, wait=True, timeout=left)
         except ApplianceError as error:
-            if error.exit_code is not ExitCode.INCONCLUSIVE:
+            if error.exit_code != ExitCode.INCONCLUSIVE:
                 raise
             late[gpu] = error.message
     if late:

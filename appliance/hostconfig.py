@@ -17,6 +17,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import Meta
 
+from appliance.engine_arguments import bad_engine_arguments
 from appliance.log import ApplianceError, ExitCode
 from appliance.statefile import StateError, read_bounded
 from appliance.tomlfile import NotToml, parse_toml
@@ -315,36 +316,6 @@ def _bad_devices(devices: Any) -> str | None:
     if not devices:
         return 'an empty list: no GPU could be used; "all" or at least one UUID'
     return None if len(set(devices)) == len(devices) else "a UUID is written twice"
-
-
-_OWN_KEY = {
-    "--gpu-memory-fraction": "gpu_memory_fraction",
-    "--max-model-len": "max_model_len",
-    "--max-batch-seqs": "max_batch_seqs",
-    "--max-queued-requests": "max_queued_requests",
-    "--request-timeout": "request_timeout",
-    "--drain-timeout": "drain_timeout",
-}
-_LAUNCHER_SETS = (
-    "--model-dir", "--model-name", "--backend", "--device", "--host", "--port", "--uds",
-    "--auth", "--key-file", "--admin-key-file", "--tls-cert", "--tls-key",
-)  # fmt: skip
-
-
-def bad_engine_arguments(arguments: list[str]) -> str | None:
-    """An option that has a key of its own would be a second place for one value; some only the launcher may set."""
-    for argument in arguments:
-        if "\0" in argument:
-            return f"{argument!r} holds a NUL byte"
-        option = argument.partition("=")[0]
-        if not option.startswith("--") or option == "--":
-            continue
-        for known, key in _OWN_KEY.items():
-            if known.startswith(option):  # argparse takes abbreviations
-                return f"{option} has a key of its own: engine.{key}"
-        if any(known.startswith(option) for known in _LAUNCHER_SETS):
-            return f"{option} is set by the launcher"
-    return None
 
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
