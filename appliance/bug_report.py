@@ -37,6 +37,10 @@ _EVENTS = 2000
 _JOURNAL_LINES = 5000
 _COMMAND_SECONDS = 20.0
 EPILOG = """\
+examples:
+  appliance bug-report                         /var/tmp/appliance-bug-report-TIME.tar.gz
+  appliance bug-report --output /srv/reports   a directory that is there: a file of that name in it
+  appliance bug-report --output case7.tar.gz   this file
 Look into it before you send it: secrets are blotted out, but names of hosts, releases and users are not.
 exit codes: 0 written (report.json says which parts could not be had), 1 not written
 """
@@ -54,8 +58,8 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     parser.add_argument(
         "--output",
         type=Path,
-        metavar="FILE",
-        help="or a directory to put it into (default: /var/tmp/appliance-bug-report-TIME.tar.gz)",
+        metavar="FILE|DIR",
+        help="this file, or a directory to put it into (default: /var/tmp/appliance-bug-report-TIME.tar.gz)",
     )
 
 

@@ -8,6 +8,7 @@ To add a command, add a line to COMMANDS.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
@@ -71,8 +72,8 @@ Results go to stdout (text, or JSON with --json), progress and errors to stderr.
 
 
 _OS_HINTS = {
-    errno.EACCES: "run it as root, or as the owner of that file",
-    errno.EPERM: "run it as root, or as the owner of that file",
+    errno.EACCES: "run as root, or as the owner of that file",
+    errno.EPERM: "run as root, or as the owner of that file",
     errno.ENOSPC: "the disk is full: free some space (see `df -h`) and run it again",
     errno.EROFS: "the file system is mounted read-only; after disk errors that is how the kernel protects it (dmesg)",
 }
@@ -102,6 +103,7 @@ def main(
 ) -> int:
     """Runs one command; returns its exit code. An error becomes a message with a next step, a traceback only with
     --debug."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in arguments, "--debug" in arguments
     _Parser.as_json = as_json
@@ -112,9 +114,9 @@ def main(
         if args.command is None:
             parser.print_help(sys.stderr)
             return ExitCode.USAGE
-        code: int = modules[args.command].run(args)
+        status: int = modules[args.command].run(args)
         sys.stdout.flush()
-        return code
+        return status
     except BrokenPipeError:
         # The reader left (`| head`). Keep Python from complaining again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -125,7 +127,33 @@ def main(
     except Exception as error:
         if debug:
             raise
-        return _explain(error, as_json)
+        code = _explain(error, as_json)
+        _give_up_stdout()
+        return code
+
+
+def _open_standard_streams() -> None:
+    """One that the caller has closed (`>&-`) is /dev/null: nobody wants it, and no file of ours may become fd 1."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                continue
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(fd, "r" if fd == 0 else "w", closefd=False))
+
+
+def _give_up_stdout() -> None:
+    """What a full disk or a closed descriptor does not take is lost, and was said: Python would complain once more at
+    its end, with a status of its own (120)."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser(
@@ -163,13 +191,15 @@ def _explain(error: Exception, as_json: bool) -> int:
         report_error(str(message), hint=hint, code=code, as_json=as_json)
         return code
     if isinstance(error, OSError):
+        code = ExitCode.REFUSED if isinstance(error, PermissionError) else ExitCode.FAILED
         where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
         report_error(
             f"{error.strerror or error}{where}",
             hint=_OS_HINTS.get(error.errno or 0, "run it again with --debug to see where"),
+            code=code,
             as_json=as_json,
         )
-        return ExitCode.FAILED
+        return code
     report_error(
         f"internal error: {type(error).__name__}: {error}",
         hint="this is a defect; run it again with --debug and report the traceback",

@@ -19,6 +19,12 @@ from appliance.paths import Paths
 from appliance.statefile import read_bounded
 
 EPILOG = """\
+The check also asks this host: the engine's own parser, whether a port below 1024 may be bound (that needs
+/usr/share/doc/appliance/examples/low-port.conf), and with credentials whether keys and certificate can be used.
+A certificate that has expired, or is not valid yet, is refused here (4), since clients refuse it; a gateway that is
+started with it serves nevertheless and warns, so that no restart makes things worse. An address of [gateway] that
+this host does not have is no error: it may come later, and the gateway waits for it.
+
 exit codes: 0 the file can be used; 4 it cannot (the message names file, key and what is allowed)
 """
 
@@ -53,17 +59,19 @@ def _check(args: argparse.Namespace) -> int:
     config = load_config(path)
     from appliance.engine_options import problem_of_host_arguments  # loads the engine's code, which `show` needs not
 
-    if problem := problem_of_host_arguments(config):
+    if found := problem_of_host_arguments(config):
+        key, problem = found
         hint = "options of `python -m engine`, see its --help; most have a key of their own in [engine]"
-        raise HostConfigError(f"{path}: engine.arguments: no engine would start with them: {problem}", hint=hint)
+        raise HostConfigError(f"{path}: {key}: no engine would start with that: {problem}", hint=hint)
+    from appliance.gateway.settings import check_ports, check_servable
+
+    check_ports(config)
     credentials = args.credentials
     if credentials is not None and not credentials.is_dir():
         raise UsageError(f"{credentials} is no directory", hint="name the one with api-keys and tls-cert")
     if credentials is None and args.file is None and os.geteuid() == 0:
         credentials = paths.etc / "credentials"
     if credentials is not None:
-        from appliance.gateway.settings import check_servable  # not for those who only want a file checked
-
         check_servable(config, paths, credentials)
     if args.json:
         emit_json({"schema": 1, "ok": True, "file": str(path), "credentials": credentials and str(credentials)})

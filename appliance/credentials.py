@@ -1,5 +1,9 @@
 """`python -m appliance.credentials UNIT`: takes over changed credentials into a running unit, for `systemctl reload`.
 
+With --check, before a unit starts: SetCredential= stands in for every file that systemd could not load, be it missing,
+a directory or a dangling link, and the gateway, which may not look into root's directory, cannot tell these apart. So
+root looks: keys that are there in whatever form and were not handed over keep the unit from starting without them.
+
 systemd 252 copies LoadCredential= files when a unit starts and never again. The copies are files on a ramfs of the
 unit's own, /run/credentials/UNIT, mounted read-only everywhere; the unit sees the same ramfs. So root remounts it
 writable in a mount namespace that ends with this process (a copy of the host's: from an ExecReload= command systemd
@@ -11,23 +15,34 @@ the unit does it at the start.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.log import ApplianceError, ExitCode, UsageError, report_error
 from appliance.paths import Paths
+from appliance.statefile import StateError, read_bounded
 
 NAMES = ("api-keys", "tls-cert", "tls-key")
+KEYS = "api-keys"
 ABSENT = b"\n"
-_MAX_BYTES = 1 << 20  # systemd's limit of a unit's credentials
+MAX_BYTES = 1 << 20  # systemd's limit of a unit's credentials
+_HINT = "a regular file of root, mode 0600, of at most 1 MiB; without such a file there are no keys"
 _UNIT = re.compile(r"appliance-[A-Za-z0-9@._-]{1,200}\.service")
 _MOUNTS = Path("/run/credentials")
 # <sched.h>, <sys/mount.h>
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 32, 4096, 16384, 1 << 18
+
+
+class CredentialError(ApplianceError):
+    """A credential is there, but not in a form that can be used: nothing may go on as if none were given."""
+
+    exit_code = ExitCode.REFUSED
 
 
 def changed(source: Path, target: Path) -> dict[str, bytes]:
@@ -44,16 +59,49 @@ def changed(source: Path, target: Path) -> dict[str, bytes]:
 
 
 def _content(path: Path) -> bytes:
+    refuse_unusable(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        return read_bounded(path, MAX_BYTES)
     except FileNotFoundError:
         return ABSENT
+    except (StateError, OSError) as error:
+        raise _unusable(path, error) from None
+
+
+def refuse_unusable(path: Path) -> None:
+    """CredentialError for what is there and is no file: a dangling link (also of its directory), a directory. A missing
+    file is none given, and no error."""
+    dangling = next((part for part in (path.parent, path) if part.is_symlink() and not part.exists()), None)
+    if dangling is not None:
+        raise CredentialError(
+            f"{path} cannot be loaded: {dangling} is a link to {os.readlink(dangling)!r}, which is not there",
+            hint=f"make it lead to the file (is what holds it mounted?), or remove it: {_HINT}",
+        )
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
     except OSError as error:
-        raise ApplianceError(f"cannot read {path}: {error.strerror}", hint="a regular file of root, 0600") from None
-    if len(data) > _MAX_BYTES:
-        raise ApplianceError(f"{path} is larger than {_MAX_BYTES} bytes", hint="systemd takes no more")
-    return data
+        raise _unusable(path, error) from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise CredentialError(f"{path} cannot be loaded: it is {kind}", hint=_HINT)
+
+
+def _unusable(path: Path, error: StateError | OSError) -> CredentialError:
+    reason = error.strerror if isinstance(error, OSError) else error.message
+    return CredentialError(f"{path} cannot be loaded: {reason}", hint=_HINT)
+
+
+def check_keys(source: Path, handed: Path | None) -> None:
+    """CredentialError where the file of keys in `source` is there in whatever form and a unit with the credentials in
+    `handed` would not have it. None: what it was handed cannot be seen, so the file alone is judged."""
+    with contextlib.suppress(FileNotFoundError):
+        if handed is not None and (handed / KEYS).read_bytes() != ABSENT:
+            return  # keys were handed over, from there or from where a drop-in says
+    path = source / KEYS
+    if _content(path).strip() and handed is not None:
+        raise CredentialError(f"{path} is there, but systemd has not loaded it", hint=f"try again; else: {_HINT}")
 
 
 def replace(target: Path, new: dict[str, bytes]) -> None:
@@ -103,10 +151,15 @@ class _Mounts:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m appliance.credentials", description=__doc__.partition("\n")[0])
     parser.add_argument("unit", help="for example appliance-gateway@stable.service")
+    parser.add_argument("--check", action="store_true", help="refuse if its keys are there and were not handed to it")
     args = parser.parse_args(argv)
     try:
         if not _UNIT.fullmatch(args.unit):
             raise UsageError(f"{args.unit!r} is no unit of ours", hint="appliance-gateway@stable.service")
+        if args.check:
+            handed = _MOUNTS / args.unit
+            check_keys(Paths.default().etc / "credentials", handed if handed.is_dir() else None)
+            return ExitCode.DONE
         mounts, target = _Mounts(args.unit), _MOUNTS / args.unit
         mounts.enter_private_copy()
         if not target.is_dir():

@@ -18,12 +18,19 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from appliance.log import ApplianceError, UsageError, emit_json
+from appliance.gpus import visible_gpus
+from appliance.log import ApplianceError, ExitCode, UsageError, emit_json
 from appliance.serve import engine_command
 from engine.spawn import python_env
 
 QUESTIONS = ("What is the capital of France?", "Name three colours of the rainbow.")
 START_TIMEOUT_SECONDS = 180.0
+
+
+class NoGpu(ApplianceError):
+    """Nothing falls back to the CPU."""
+
+    exit_code = ExitCode.REFUSED
 
 
 def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser) -> None:
@@ -36,6 +43,10 @@ def configure(parser: argparse.ArgumentParser, _common: argparse.ArgumentParser)
 def run(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise UsageError("--tokens must be at least 1")
+    if args.backend == "cuda" and not visible_gpus():  # before a model is fetched for it
+        raise NoGpu(
+            "there is no GPU here: the NVIDIA driver shows none", hint="--backend cpu; or see `appliance doctor`"
+        )
     for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive us: let `finally` run
         signal.signal(number, lambda received, _frame: sys.exit(128 + received))
     say = Printer(quiet=args.json)

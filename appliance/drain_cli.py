@@ -119,10 +119,25 @@ def _drain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace, progres
     }
     for gpu in gpus:
         ControlClient(paths, gpu).call("hold", **hold, wait=False)
+    late: dict[int, str] = {}
     for gpu in gpus if args.wait else ():
         progress.stage(f"waiting until gpu {gpu} has no requests in flight")
-        # A hold that is already there is only waited for: the launcher keeps its time.
-        ControlClient(paths, gpu).call("hold", **hold, wait=True, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, round(deadline - time.monotonic(), 1))
+        try:
+            # A hold that is already there is only waited for: the launcher keeps its time.
+            ControlClient(paths, gpu).call("hold", **hold, wait=True, timeout=left)
+        except ApplianceError as error:
+            if error.exit_code != ExitCode.INCONCLUSIVE:
+                raise
+            late[gpu] = error.message
+    if late:
+        done = [str(gpu) for gpu in gpus if gpu not in late]
+        names = ", ".join(map(str, late))
+        drained = f"; drained: {', '.join(done)}" if done else ""
+        raise DrainTimeout(
+            f"not drained within {args.timeout:g} s: GPU {names}{drained}",
+            hint=f"all of them stay held and it goes on; see `appliance status` ({next(iter(late.values()))})",
+        )
     text = "drained" if args.wait else "draining"
     return [{"what": f"gpu {gpu}", "gpu": gpu, "text": text} for gpu in gpus]
 

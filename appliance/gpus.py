@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError
+from appliance.state_hints import damaged_hint
 from appliance.statefile import StateError, read_bounded, read_state, state_lock, write_state
 
 SCHEMA = 1
@@ -97,9 +98,9 @@ def read_slots(path: Path) -> dict[int, dict[str, Any]]:
         entry = entry if isinstance(entry, dict) else {}
         number = entry.get("slot")
         if type(number) is not int or not 0 <= number < 1024 or not isinstance(entry.get("uuid"), str):
-            raise StateError(f"{path}: no slot number and UUID in {str(entry)[:80]!r}", hint="restore it from a backup")
+            raise StateError(f"{path}: no slot number and UUID in {str(entry)[:80]!r}", hint=damaged_hint(path))
         if number in slots or entry["uuid"] in (other["uuid"] for other in slots.values()):
-            raise StateError(f"{path}: slot {number} or its UUID is there twice", hint="restore it from a backup")
+            raise StateError(f"{path}: slot {number} or its UUID is there twice", hint=damaged_hint(path))
         slots[number] = entry
     return slots
 

@@ -17,6 +17,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import Meta
 
+from appliance.engine_arguments import bad_engine_arguments
 from appliance.log import ApplianceError, ExitCode
 from appliance.statefile import StateError, read_bounded
 from appliance.tomlfile import NotToml, parse_toml
@@ -33,6 +34,8 @@ _MAX_FRACTION = 0.95  # of a GPU, for everything of ours on it
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.05, le=86400)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+ContextTokens = Annotated[int, Meta(ge=2, le=1_000_000)]  # one of prompt and one of output
+StartSeconds = Annotated[float, Meta(ge=5, le=86400)]  # importing the engine alone takes a second or two
 Edge = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -70,14 +73,14 @@ class Engine(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0.05, le=_MAX_FRACTION)] | None,
         _is("of the GPU's memory, for one engine; without it 0.45 (shared) or 0.9 (exclusive)"),
     ] = None
-    max_model_len: Annotated[Count | None, _is("tokens of prompt and output; without it the model's")] = None
+    max_model_len: Annotated[ContextTokens | None, _is("tokens of prompt and output; without it the model's")] = None
     max_batch_seqs: Annotated[
         Annotated[int, Meta(ge=1, le=256)] | None, _is("sequences that run at once; without it the engine's default")
     ] = None
     max_queued_requests: Annotated[Count | None, _is("more are answered 429; without it the engine's default")] = None
     request_timeout: Annotated[Seconds, _is("of one request")] = 600.0
     drain_timeout: Annotated[Seconds, _is("what requests in flight get; then they are replayed elsewhere")] = 30.0
-    start_timeout: Annotated[Seconds, _is("without progress of the load")] = 600.0
+    start_timeout: Annotated[StartSeconds, _is("without progress of the load")] = 600.0
     stall_timeout: Annotated[Seconds, _is("no step while work is queued: the engine is killed and started again")] = (
         60.0
     )
@@ -313,36 +316,6 @@ def _bad_devices(devices: Any) -> str | None:
     if not devices:
         return 'an empty list: no GPU could be used; "all" or at least one UUID'
     return None if len(set(devices)) == len(devices) else "a UUID is written twice"
-
-
-_OWN_KEY = {
-    "--gpu-memory-fraction": "gpu_memory_fraction",
-    "--max-model-len": "max_model_len",
-    "--max-batch-seqs": "max_batch_seqs",
-    "--max-queued-requests": "max_queued_requests",
-    "--request-timeout": "request_timeout",
-    "--drain-timeout": "drain_timeout",
-}
-_LAUNCHER_SETS = (
-    "--model-dir", "--model-name", "--backend", "--device", "--host", "--port", "--uds",
-    "--auth", "--key-file", "--admin-key-file", "--tls-cert", "--tls-key",
-)  # fmt: skip
-
-
-def bad_engine_arguments(arguments: list[str]) -> str | None:
-    """An option that has a key of its own would be a second place for one value; some only the launcher may set."""
-    for argument in arguments:
-        if "\0" in argument:
-            return f"{argument!r} holds a NUL byte"
-        option = argument.partition("=")[0]
-        if not option.startswith("--") or option == "--":
-            continue
-        for known, key in _OWN_KEY.items():
-            if known.startswith(option):  # argparse takes abbreviations
-                return f"{option} has a key of its own: engine.{key}"
-        if any(known.startswith(option) for known in _LAUNCHER_SETS):
-            return f"{option} is set by the launcher"
-    return None
 
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {

@@ -6,6 +6,7 @@ that `appliance ... --json | jq` always works. Nothing here touches the host.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -69,7 +70,8 @@ def report_error(message: str, *, hint: str | None = None, code: int = ExitCode.
     if hint:
         print(f"{paint('hint:', '36', sys.stderr)} {printable(hint)}", file=sys.stderr)
     if as_json:
-        emit_json({"error": {"message": message, "hint": hint, "exit_code": int(code)}})
+        with contextlib.suppress(OSError):  # standard output may be what is broken; the words above are out
+            emit_json({"error": {"message": message, "hint": hint, "exit_code": int(code)}})
 
 
 def die(message: str, *, hint: str | None = None, code: ExitCode = ExitCode.FAILED, as_json: bool = False) -> NoReturn:

@@ -17,7 +17,7 @@ examples:
   appliance logs -f                        everything, as it comes
   appliance logs --gpu 3 --since "1 hour ago"
   appliance logs --request req-8f3a        what gateways and engines wrote about one request
-Exit code: journalctl's.
+Exit code: journalctl's; 2 where no such GPU slot is bound.
 """
 
 
@@ -34,17 +34,14 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.gpu is not None and (note := _not_bound(args.gpu)):
-        print(f"note: {note}", file=sys.stderr)  # its journal may still be there
+    if args.gpu is not None:
+        try:
+            bound_gpus([args.gpu], Paths.default().gpus)
+        except UsageError:
+            raise
+        except (ApplianceError, OSError) as error:  # which are bound is not known: its journal may say why
+            print(f"note: {error}", file=sys.stderr)
     become(journalctl(args))
-
-
-def _not_bound(gpu: int) -> str | None:
-    try:
-        bound_gpus([gpu], Paths.default().gpus)
-    except ApplianceError as error:
-        return error.message
-    return None
 
 
 def journalctl(args: argparse.Namespace) -> list[str]:

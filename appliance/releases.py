@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from appliance.hostconfig import Count
+from appliance.hostconfig import ContextTokens, Count
 from appliance.log import ApplianceError, ExitCode, Progress, UsageError
 from appliance.paths import RELEASE_NAME, Paths
 from appliance.slots import slots_of
+from appliance.state_hints import damaged_hint
 from appliance.statefile import StateError, read_state, sync_directory
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ReleaseOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     """What a release may decide about its engine; None = the host's appliance.toml. Narrower than the engine's command
     line: where it listens, who may use it and how much of the GPU it takes belong to the host."""
 
-    max_model_len: Count | None = None
+    max_model_len: ContextTokens | None = None
     max_batch_seqs: Annotated[int, Meta(ge=1, le=256)] | None = None
     max_queued_requests: Count | None = None
     arguments: list[str] = []  # further options of `python -m engine`, after those of appliance.toml
@@ -127,9 +128,11 @@ class ReleaseStore:
         try:
             state = read_state(path, schema=SCHEMA)
         except NotADirectoryError:
-            state = None
+            state = None  # a file in the place of a directory
         except OSError as error:
             raise ReleaseUnreadable(f"cannot read {path}: {error.strerror}", hint="run it as root?") from None
+        if state is None and os.path.lexists(path.parent):
+            raise ReleaseError(f"the release {name!r} is unusable: it has no {RELEASE_JSON}", hint=damaged_hint(path))
         if state is None:
             raise ReleaseError(
                 f"there is no release {name!r} in {self.paths.releases}", hint="see `appliance release list`"
@@ -137,7 +140,7 @@ class ReleaseStore:
         try:
             release = msgspec.convert(state, Release)
         except msgspec.ValidationError as error:
-            raise ReleaseError(f"{path} is damaged: {error}", hint="remove the release and add it again") from None
+            raise ReleaseError(f"{path} is damaged: {error}", hint=damaged_hint(path)) from None
         if release.name != name:
             raise ReleaseError(f"{path} belongs to the release {release.name!r}", hint="directories are never renamed")
         return release
@@ -333,6 +336,8 @@ def explained(doing: str) -> Iterator[None]:
     except OSError as error:
         where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
         reason = os.strerror(error.errno) if error.errno else str(error)
+        if isinstance(error, PermissionError):
+            raise ReleaseRefused(f"{doing}: {reason}{where}", hint="run as root") from error
         raise ReleaseError(f"{doing}: {reason}{where}", hint="check the disk, and that you are root") from error
 
 

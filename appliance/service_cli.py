@@ -13,11 +13,17 @@ from appliance.paths import Paths
 EPILOG = """\
 Without GPU numbers: appliance.target, that is launchers and gateways. With numbers: those launchers (and with them
 their engines) only; `systemctl VERB appliance-gpu@N` is the same. A drained GPU stays drained.
-exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on)
+exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on), 4 not root
 """
 _DONE = {"start": "started", "stop": "stopped", "restart": "restarted"}
 _COUNTED = [f"appliance-{name}.service" for name in ("gpu@*", "gateway@*", "watchdog*", "canary*")]
 """Units whose starts systemd counts."""
+
+
+class NotPermitted(ApplianceError):
+    """systemd does this for root only."""
+
+    exit_code = ExitCode.REFUSED
 
 
 def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -91,9 +97,10 @@ def _failure(verb: str, units: list[str], result: Result, timeout: float) -> App
         return CommandTimeout(
             f"{verb} {names}: not done after {timeout:g} s; systemd goes on with it", hint="see `appliance status`"
         )
-    hint = f"see `systemctl status {names}` and `appliance doctor`"
     if b"Interactive authentication required" in result.stderr or b"Access denied" in result.stderr:
-        hint = "run it as root"
-    elif b"not found" in result.stderr:
+        # Not systemctl's own last words, which send people to the status of some unit.
+        return NotPermitted(f"{verb} {names}: systemd does not let you", hint="run as root")
+    hint = f"see `systemctl status {names}` and `appliance doctor`"
+    if b"not found" in result.stderr:
         hint = "is the appliance installed here? see `appliance doctor --only units`"
     return ApplianceError(f"{verb} {names}: {result.why()}", hint=hint)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance.log import ApplianceError, BusyError
+from appliance.state_hints import damaged_hint
 
 MAX_BYTES = 4 << 20
-_DAMAGED = 'move it away: without it things begin afresh; what it held is in README, "Where state lives"'
 
 
 class StateError(ApplianceError):
@@ -108,17 +108,19 @@ def read_state(path: Path, *, schema: int) -> dict[str, Any] | None:
         data = read_bounded(path)
     except FileNotFoundError:
         return None
+    except StateError as error:
+        raise StateError(error.message, hint=damaged_hint(path)) from None
     try:
         state = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path} is not JSON: {error}", hint=_DAMAGED) from None
+        raise StateError(f"{path} is not JSON: {error}", hint=damaged_hint(path)) from None
     if not isinstance(state, dict):
-        raise StateError(f"{path} holds no JSON object", hint=_DAMAGED)
+        raise StateError(f"{path} holds no JSON object", hint=damaged_hint(path))
     found = state.pop("schema", None)
     if type(found) is not int or found != schema:  # True == 1 in Python, not in a file
         raise StateError(
             f"{path} has schema {found!r}, this version reads {schema}",
-            hint="another version wrote it: install that one again, or move the file away",
+            hint=f"another version wrote it: install that one again; else {damaged_hint(path)}",
         )
     return state
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvloop
 
+from engine import last_words
 from engine.api.config import ApiConfig, Timeouts, check_bind
 from engine.api.server import run_server
 from engine.client import EngineClient
@@ -161,10 +162,12 @@ async def _announce(client: EngineClient, where: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = last_words.inherit()
     args = parse_arguments(argv)
     setup_logging(args.log_level, identifier="engine-api")
     try:
         return uvloop.run(serve(args))
     except EngineError as error:
         log_event(log, logging.CRITICAL, "cannot_serve", error.message, hint=error.hint)
+        last_words.say(words, error.message, error.hint)
         return error.exit_code

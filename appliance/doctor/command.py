@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from appliance.arguments import add_common, seconds, set_epilog
-from appliance.doctor import install, kernel_log, nvidia, releases, system
+from appliance.doctor import install, kernel_log, nvidia, releases, system, watchdog
 from appliance.doctor.report import Check, Host, Line, Status, run_checks
 from appliance.hostconfig import load_config
 from appliance.log import ApplianceError, ExitCode, Progress, emit_json, paint, printable
@@ -22,6 +22,7 @@ GROUPS: dict[str, dict[str, Check]] = {
     "system": system.CHECKS,
     "install": install.CHECKS,
     "releases": releases.CHECKS,
+    "watchdog": watchdog.CHECKS,
 }
 _WAITED_FOR: dict[str, dict[str, Check]] = {"nvidia": {"driver": nvidia.driver, "nodes": nvidia.nodes}}
 _POLL_SECONDS = 0.5

@@ -18,6 +18,9 @@ from appliance.paths import SLOT_NAMES
 from appliance.statefile import read_state
 
 USER = "appliance"
+_PROPERTIES = ["LoadState", "ActiveState", "SubState", "UnitFileState", "NeedDaemonReload", "Result"]
+_PROPERTIES += ["ExecMainStatus", "NRestarts", "ActiveEnterTimestampMonotonic"]
+_SETTLED_SECONDS = 300.0  # StartLimitIntervalSec= of our units: a restart before that is forgotten
 _LISTEN = "0A"  # TCP_LISTEN, include/net/tcp_states.h
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -32,25 +35,35 @@ def user(host: Host) -> Finding:
 
 
 def units(host: Host) -> list[Finding]:
-    """Installed, enabled (else they are gone after a reboot), not failed, not older than their files."""
+    """Installed, enabled (else they are gone after a reboot), neither failed nor ending again and again, not older than
+    their files."""
     numbers = read_slots(host.paths.gpus)
     names = ["appliance.target", *(f"appliance-gateway@{slot}.service" for slot in SLOT_NAMES)]
-    names += ["appliance-netfilter.service", "appliance-canary.service"]
+    names += ["appliance-netfilter.service", "appliance-canary.service", "appliance-watchdog.service"]
     names += [f"appliance-gpu@{number}.service" for number in numbers]
-    show = host.units(names, ["LoadState", "ActiveState", "UnitFileState", "NeedDaemonReload", "Result"])
+    show = host.units(names, _PROPERTIES)
     if show is None:
         return [unknown("systemctl does not answer", "is systemd PID 1 here?")]
-    found = [finding for name, state in show.items() if (finding := _unit(name, state))]
+    now = _uptime(host)
+    found = [finding for name, state in show.items() if (finding := _unit(name, state, now))]
     return found or [ok(f"{len(names)} units installed, enabled, none failed")]
 
 
-def _unit(name: str, state: dict[str, str]) -> Finding | None:
+def _uptime(host: Host) -> float:
+    """CLOCK_MONOTONIC of the host, which systemd's timestamps are in (but for time asleep: servers do not)."""
+    words = (host.read("/proc/uptime") or "").split()
+    return float(words[0]) if words else 0.0
+
+
+def _unit(name: str, state: dict[str, str], now: float) -> Finding | None:
     if state.get("LoadState") != "loaded":
         return failed(f"{name} is {state.get('LoadState')}", "run the install playbook again")
     if state.get("ActiveState") == "failed":
         # Without reset-failed a start is refused where the limit of starts was hit.
         again = f"systemctl reset-failed {name}; systemctl restart {name}"
         return failed(f"{name} has failed ({state.get('Result')})", f"`systemctl status {name}`, then `{again}`")
+    if found := _ends_again(name, state, now):
+        return found
     if state.get("UnitFileState") not in ("enabled", "enabled-runtime", "static", "generated", "alias", "indirect"):
         return degraded(f"{name} is not enabled: gone after a reboot", f"systemctl enable {name}")
     if state.get("NeedDaemonReload") == "yes":
@@ -58,8 +71,26 @@ def _unit(name: str, state: dict[str, str]) -> Finding | None:
     return None
 
 
+def _ends_again(name: str, state: dict[str, str], now: float) -> Finding | None:
+    """A unit that crashes and is started again is active or activating whenever one looks."""
+    restarts = int(state.get("NRestarts") or 0)
+    look = f"`journalctl -u {name}` has the reason of each end"
+    if state.get("SubState") == "auto-restart":
+        why = f"{state.get('Result')}, exit status {state.get('ExecMainStatus')}"
+        return failed(f"{name} has ended ({why}) and is started again, {restarts} times so far", look)
+    since = int(state.get("ActiveEnterTimestampMonotonic") or 0) / 1e6
+    settled = state.get("ActiveState") == "active" and now - since > _SETTLED_SECONDS
+    if restarts and not settled:
+        return degraded(f"{name} has ended {restarts} times by itself, the last time just now", look)
+    return None
+
+
 def config(host: Host) -> Finding:
-    gateway = load_config(host.paths.config).gateway  # its error is the finding
+    from appliance.gateway.settings import check_ports  # for this check alone
+
+    found = load_config(host.paths.config)  # its error is the finding
+    check_ports(found, host.run, host.root / "proc")  # and its
+    gateway = found.gateway
     for address, port in ((gateway.host, gateway.port), (gateway.canary_host, gateway.canary_port)):
         if gateway.auth == "none" and not ipaddress.ip_address(address).is_loopback:
             return degraded(
@@ -104,8 +135,7 @@ def state_files(host: Host) -> list[Finding]:
         try:
             read_state(file, schema=1)
         except ApplianceError as error:
-            lost = "the holds of that GPU" if file.parent.name == "holds" else f"what {file.name} says"
-            found.append(failed(error.message, f"{error.hint or 'restore it'} (lost with it: {lost})"))
+            found.append(failed(error.message, error.hint or "restore it"))
         except PermissionError:
             found.append(unknown(f"{file} cannot be read", "run it as root"))
     return found or [ok(f"{sum(file.exists() for file in files)} state files can be read")]

@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,14 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 MAX_ADMIN_CONNECTIONS = 128  # of each admin listener
+ADDRESS_SECONDS = 20.0  # 20 starts (StartLimitBurst=) take longer than the 300 s that they are counted in
+_ADDRESS_POLL = 0.5
+_ADDRESS_HINT = (
+    "{key}: no interface of this host has it (`ip addr`). It is tried again: one that comes later (VIP, DHCP) is taken "
+    "then. None is bound before it is there (no IP_FREEBIND): a mistyped one would look as if it served"
+)
+_LOW_PORT_HINT = "a port below 1024 needs a drop-in: examples/low-port.conf; or choose another port"
+_BIND_HINT = "may this program listen there?"
 _SOCKET_MODE = 0o660
 _FLUSH_SECONDS = 2.0  # for the last error events to reach their clients
 
@@ -56,18 +65,37 @@ def shown(listener: socket.socket) -> str:
 
 
 def _tcp_socket(host: str, port: int, key: str) -> socket.socket:
+    """BusyError, which systemd retries, where the port is taken or the address has not come (a VIP, DHCP): that one is
+    waited for, so long that StartLimitBurst= never counts the tries as a crash loop. Refused for the rest."""
+    deadline = time.monotonic() + ADDRESS_SECONDS
+    said = False
+    while True:
+        try:
+            return _bound_socket(host, port)
+        except OSError as error:
+            message = f"cannot listen on {host}:{port}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                raise BusyError(message, hint="another program has this port: `ss -ltnp` shows it") from None
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise Refused(message, hint=f"{key}: {_LOW_PORT_HINT if port < 1024 else _BIND_HINT}") from None
+            if time.monotonic() >= deadline:
+                raise BusyError(message, hint=_ADDRESS_HINT.format(key=key)) from None
+        if not said:
+            log_event(logger, logging.WARNING, "address_missing", f"{message}; waiting for it", key=key)
+            said = True
+        time.sleep(_ADDRESS_POLL)  # nothing else runs yet: before READY=1
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        message = f"cannot listen on {host}:{port}: {error.strerror}"
-        if error.errno == errno.EADDRINUSE:
-            raise BusyError(message, hint="another program has this port: `ss -ltnp` shows it") from None
-        raise Refused(message, hint=f"{key}: is this an address of this host, and may it bind the port?") from None
+        raise
     return sock
 
 

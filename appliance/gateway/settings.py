@@ -12,8 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import command
 from appliance.certificate import CertificateError, Validity, problem_of_dates, validities
-from appliance.hostconfig import Gateway, HostConfig
+from appliance.command import Runner
+from appliance.credentials import CredentialError, refuse_unusable
+from appliance.hostconfig import Gateway, HostConfig, ports
 from appliance.log import ApplianceError, ExitCode
 from appliance.paths import Paths
 from appliance.statefile import StateError, read_bounded
@@ -78,7 +81,8 @@ def make_settings(
         if not _filled(certificate) or not _filled(key):
             raise Refused(
                 "gateway.tls is true, but there is no certificate and key",
-                hint="put them where LoadCredential= of this unit looks for tls-cert and tls-key, or set tls = false",
+                hint=f"put them there, as PEM: {paths.etc}/credentials/tls-cert and tls-key (root, mode 0600); or set "
+                "gateway.tls = false",
             )
     api = ApiConfig(
         model="",
@@ -119,6 +123,26 @@ def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> list[
     return found
 
 
+def check_ports(config: HostConfig, run: Runner = command.run, proc: Path = Path("/proc")) -> None:
+    """Refused: a port of this host's gateways that only root may have, where their unit was not given that right."""
+    try:
+        first = int((proc / "sys/net/ipv4/ip_unprivileged_port_start").read_text())
+    except (OSError, ValueError):
+        return  # the kernel will say
+    low = {key: port for key, port in ports(config).items() if port < first}
+    if not low:
+        return
+    argv = ["systemctl", "show", "--property=AmbientCapabilities", "--value", "--", "appliance-gateway@stable.service"]
+    if "cap_net_bind_service" in run(argv, timeout=15.0).text:
+        return
+    key, port = next(iter(low.items()))
+    raise Refused(
+        f"{key.removesuffix(' + 1')}: {port} is below {first} (net.ipv4.ip_unprivileged_port_start), and the gateways "
+        "have no CAP_NET_BIND_SERVICE",
+        hint="install the drop-in examples/low-port.conf first (/usr/share/doc/appliance), or choose another port",
+    )
+
+
 def make_tls(settings: Settings) -> ssl.SSLContext | None:
     """None for plain HTTP. Refused: a certificate or key that cannot be used."""
     try:
@@ -141,13 +165,16 @@ def look_at_certificate(settings: Settings, tls: ssl.SSLContext | None) -> tuple
 
 
 def _credential(directory: Path | None, name: str) -> Path | None:
-    path = directory and directory / name
-    try:
-        return path if path and path.stat() else None
-    except FileNotFoundError:
+    """None where it is not there. Refused where it is there in a form that systemd could not load: the unit would be
+    handed an empty stand-in, and nobody may take that for "no keys"."""
+    if directory is None:
         return None
-    except OSError as error:
-        raise Refused(f"cannot read {path}: {error.strerror}", hint=_CREDENTIAL_HINT) from None
+    path = directory / name
+    try:
+        refuse_unusable(path)
+        return path if path.exists() else None
+    except CredentialError as error:
+        raise Refused(error.message, hint=error.hint) from None
 
 
 def _filled(path: Path | None) -> bool:

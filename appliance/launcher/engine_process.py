@@ -18,6 +18,7 @@ from typing import Any
 
 from appliance.hostconfig import HostConfig
 from appliance.launcher.health import Health, Question, Reply, StallWatch, read_health
+from appliance.launcher.last_words import LastWords
 from appliance.launcher.lifecycle import LIVE, State, check_transition
 from appliance.launcher.loop import READ, Loop, Timer
 from appliance.launcher.restart import FINAL_STATUSES, Backoff, exit_text
@@ -51,7 +52,7 @@ class Surroundings:
     event: Callable[..., None]
     gpu_facts: Callable[[], dict[str, Any]] = dict  # what became of the GPU, for the event of an engine that gave up
     compare_scope: Callable[..., Findings] = check_scope
-    spawn: Callable[[EngineSpec, int, int], tuple[int, socket.socket]] = spawn_trampoline
+    spawn: Callable[[EngineSpec, int, int, int], tuple[int, socket.socket]] = spawn_trampoline
 
 
 class EngineProcess:
@@ -78,6 +79,7 @@ class EngineProcess:
         self._timers: dict[str, Timer] = {}
         self._question: Question | None = None
         self._channel: socket.socket | None = None
+        self._words: LastWords | None = None
         self._cgroup: str | None = None
         self._kill_reason: str | None = None
         self._final = False  # the next end is for good
@@ -146,8 +148,10 @@ class EngineProcess:
             self.spec = self._around.plan(self.release)
             prepare_socket(self.spec.socket, self._around.uid, self._around.gid)
             self._ooms = oom_kills(self._around.gpu)
-            self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid)
+            self._words = LastWords()
+            self.pid, self._channel = self._around.spawn(self.spec, self._around.uid, self._around.gid, self._words.fd)
         except (ApplianceError, OSError) as error:
+            self._hear_last_words()
             refused = isinstance(error, ApplianceError) and error.exit_code is ExitCode.REFUSED
             self.last_exit = f"cannot start: {error}"
             self._settle(State.FAILED if refused else None)
@@ -298,10 +302,13 @@ class EngineProcess:
             self._question.cancel()
             self._question = None
         self.pid = None
+        said = self._hear_last_words()
         before, now = self._ooms, oom_kills(self._around.gpu)
         oom = before is not None and now is not None and now > before
         if not self._asked_to_end or self._kill_reason or returncode != 0:
-            self.last_exit = exit_text(returncode, killed_because=self._kill_reason, oom=oom)
+            self.last_exit = exit_text(returncode, killed_because=self._kill_reason, oom=oom, said=said)
+            if returncode > 0 and not said:
+                self.last_exit += f"; see `appliance logs --gpu {self._around.gpu}`"
         if not self._asked_to_end and returncode in FINAL_STATUSES:
             self._final = True
         if self.state is not State.STOPPING:
@@ -376,6 +383,10 @@ class EngineProcess:
     def _cancel_timers(self) -> None:
         for name in list(self._timers):
             self._cancel(name)
+
+    def _hear_last_words(self) -> str:
+        words, self._words = self._words, None
+        return words.take() if words is not None else ""
 
     def _close_channel(self) -> None:
         if self._channel is not None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from appliance.state_hints import damaged_hint
 from appliance.statefile import StateError, read_state, write_state
 
 SCHEMA = 1
@@ -100,19 +101,19 @@ def _read_shares(path: Path, table: object) -> dict[str, float]:
     shares = {}
     for owner, share in table.items() if isinstance(table, dict) else [("?", None)]:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise StateError(f"{path}: the share of {owner} is not understood", hint="move the file away or repair it")
+            raise StateError(f"{path}: the share of {owner} is not understood", hint=damaged_hint(path))
         shares[owner] = float(share)
     return shares
 
 
 def _read_holds(path: Path, table: object) -> dict[str, Hold]:
     if not isinstance(table, dict):
-        raise StateError(f"{path}: holds is no object", hint="a human has to look why this GPU was held")
+        raise StateError(f"{path}: holds is no object", hint=damaged_hint(path))
     found = {}
     for owner, entry in table.items():
         entry = entry if isinstance(entry, dict) else {}
         level, reason, since = entry.get("level"), entry.get("reason"), entry.get("since")
         if level not in LEVELS or not isinstance(reason, str) or not isinstance(since, (int, float)):
-            raise StateError(f"{path}: the hold of {owner} is not understood", hint="look why this GPU was held")
+            raise StateError(f"{path}: the hold of {owner} is not understood", hint=damaged_hint(path))
         found[owner] = Hold(cast(Level, level), reason, float(since))
     return found

@@ -33,8 +33,8 @@ class Backoff:
         self.ends.clear()
 
 
-def exit_text(returncode: int, *, killed_because: str | None = None, oom: bool = False) -> str:
-    """How an engine ended, in words, for status and events."""
+def exit_text(returncode: int, *, killed_because: str | None = None, oom: bool = False, said: str = "") -> str:
+    """How an engine ended, in words, for status and events. `said`: its own last sentence."""
 
     if returncode < 0:
         try:
@@ -47,4 +47,6 @@ def exit_text(returncode: int, *, killed_because: str | None = None, oom: bool =
             text += f" ({FINAL_STATUSES[returncode]})"
     if oom:
         text += "; the kernel killed a process at MemoryMax"
+    if said:
+        text += f": {said}"
     return f"{killed_because}; {text}" if killed_because else text

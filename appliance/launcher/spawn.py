@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -11,25 +12,26 @@ import sys
 import time
 from pathlib import Path
 
+from appliance.launcher.last_words import VARIABLE
 from appliance.launcher.spec import EngineSpec
 from engine.spawn import python_env
 
-_CHANNEL_FD = 3
+_CHANNEL_FD, _WORDS_FD = 3, 4
 _MODE = 0o750  # of the directory of the sockets
 _JOURNAL = "/run/systemd/journal/stdout"
 _JOURNAL_SECONDS = 1.0
 
 
-def spawn_trampoline(spec: EngineSpec, uid: int, gid: int) -> tuple[int, socket.socket]:
-    """(pid, our end of its channel, non-blocking). Standard output and error are a journal stream of its own, or ours
-    where we have none. OSError where no process can be made."""
+def spawn_trampoline(spec: EngineSpec, uid: int, gid: int, words: int) -> tuple[int, socket.socket]:
+    """(pid, our end of its channel, non-blocking). `words`: descriptor of the engine's last words. Standard output and
+    error are a journal stream of its own, or ours where we have none. OSError where no process can be made."""
     journal = journal_stream(spec.scope.name.removesuffix(".scope")) if "JOURNAL_STREAM" in os.environ else None
     if journal is None:
-        return _spawn(spec, spec.env, uid, gid, [])
+        return _spawn(spec, spec.env, uid, gid, words, [])
     with journal:
         found = os.fstat(journal.fileno())
         output = [(os.POSIX_SPAWN_DUP2, journal.fileno(), fd) for fd in (1, 2)]
-        return _spawn(spec, spec.env | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}, uid, gid, output)
+        return _spawn(spec, spec.env | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}, uid, gid, words, output)
 
 
 def journal_stream(identifier: str, path: str = _JOURNAL) -> socket.socket | None:
@@ -50,21 +52,25 @@ def journal_stream(identifier: str, path: str = _JOURNAL) -> socket.socket | Non
 
 
 def _spawn(
-    spec: EngineSpec, env: dict[str, str], uid: int, gid: int, output: list[tuple[int, int, int]]
+    spec: EngineSpec, env: dict[str, str], uid: int, gid: int, words: int, output: list[tuple[int, int, int]]
 ) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
+    env = env | {VARIABLE: str(_WORDS_FD)}
     order = {"fd": _CHANNEL_FD, "uid": uid, "gid": gid, "denied": spec.denied, "argv": spec.argv, "env": env}
     argv = [sys.executable, "-P", "-m", "appliance.launcher.trampoline", json.dumps(order)]
     with theirs:
+        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _WORDS_FD + 1) for fd in (theirs.fileno(), words)]
         try:
             pid = os.posix_spawn(
                 argv[0],
                 argv,
                 python_env(),
                 file_actions=[
-                    *output,  # first: the journal's descriptor may have the number of the channel
-                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), _CHANNEL_FD),
+                    # The targets are low and fixed, the sources copies above them: none overwrites another's source.
+                    *output,
+                    (os.POSIX_SPAWN_DUP2, sources[0], _CHANNEL_FD),
+                    (os.POSIX_SPAWN_DUP2, sources[1], _WORDS_FD),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 ],
                 setsigmask=[],
@@ -73,6 +79,9 @@ def _spawn(
         except OSError:
             ours.close()
             raise
+        finally:
+            for fd in sources:
+                os.close(fd)
     return pid, ours
 
 

@@ -117,6 +117,16 @@ def tls_context(config: ApiConfig) -> ssl.SSLContext | None:
     return context
 
 
+_WEAK = "OpenSSL takes no such certificate at its security level: make a new one with {} (renew it with its issuer)"
+_TLS_HINTS = {
+    "EE_KEY_TOO_SMALL": _WEAK.format("an RSA key of 2048 bits or more, or an ECDSA key"),
+    "CA_KEY_TOO_SMALL": _WEAK.format("an issuer that has an RSA key of 2048 bits or more"),
+    "CA_MD_TOO_WEAK": _WEAK.format("a SHA-256 signature"),
+    "KEY_VALUES_MISMATCH": "the key is another certificate's: put those there that belong together",
+}
+"""What to do, by OpenSSL's name of the reason (sslerr.h, x509err.h); its own text is in the message."""
+
+
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     """ConfigError for a pair that cannot be used, an encrypted key too: OpenSSL would ask the terminal for its pass
     phrase, and nobody is there."""
@@ -130,7 +140,8 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> N
     try:
         context.load_cert_chain(certificate, key, password=no_pass_phrase)
     except (OSError, ssl.SSLError) as exc:
+        reason = getattr(exc, "reason", None) or ""
         raise ConfigError(
             f"cannot load the TLS certificate {certificate} with key {key}: {exc}",
-            hint="both must be PEM, readable by this user, and belong together",
+            hint=_TLS_HINTS.get(reason, "both must be PEM, readable by this user, and belong together"),
         ) from exc

@@ -200,6 +200,29 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("arguments", [["version"], ["version", "--json"]], ids=" ".join)
+def test_a_full_disk_is_said_once_and_is_1(arguments: list[str]) -> None:
+    command_line = [sys.executable, "-m", "appliance", *arguments]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, cwd=REPO, timeout=60, text=True)
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-"])
+def test_closed_streams_are_nobody_listening(closed: str) -> None:
+    shell = f'"{sys.executable}" -m appliance --json version {closed}'
+    result = subprocess.run(["sh", "-c", shell], capture_output=True, cwd=REPO, timeout=60, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").exists(), reason="there may be a GPU")
+def test_demo_without_a_gpu_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    result = run_cli("demo", "--backend", "cuda", "--model", "no-such-model")
+    assert result.returncode == 4 and "the NVIDIA driver shows none" in result.stderr
+
+
 def on_terminal(*arguments: str, **environ: str) -> str:
     """What a user at a terminal sees (stdout and stderr together)."""
     master, slave = pty.openpty()

@@ -187,7 +187,7 @@ def test_completion_offers_what_may_come(scripts: dict[str, Path], shell: str) -
     assert offered("drain", "") == ["0", "1", "10"] == offered("drain", "--wait", "1", "")
     assert offered("drain", "--reason", "model", "") == ["0", "1", "10"]  # the value of an option is no command
     assert offered("drain", "--re") == ["--reason"]
-    assert offered("doctor", "--only", "") == ["install", "kernel", "nvidia", "releases", "system"]
+    assert offered("doctor", "--only", "") == ["install", "kernel", "nvidia", "releases", "system", "watchdog"]
     assert offered("logs", "--gpu", "") == ["0", "1", "10"] and offered("logs", "--gateway", "c") == ["canary"]
     assert offered("model", "remove", "") == ["tiny"]
     assert offered("completion", "") == ["bash", "zsh"]
@@ -308,8 +308,13 @@ def test_logs_of_a_slot_that_is_not_bound_say_so(
     monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
     ran: list[list[str]] = []
     monkeypatch.setattr(logs_cli, "become", ran.append)
+    assert main(["logs", "--gpu", "7"]) == 2 and ran == []
+    assert "no GPU slot 7" in capsys.readouterr().err
+    gpus = tmp_path / "var/lib/appliance/gpus.json"
+    gpus.parent.mkdir(parents=True)
+    gpus.write_text("{")  # its journal may say why
     main(["logs", "--gpu", "7"])
-    assert "no GPU slot 7" in capsys.readouterr().err and ran[0][0] == "journalctl"
+    assert "gpus.json is not JSON" in capsys.readouterr().err and ran[0][0] == "journalctl"
 
 
 @pytest.mark.parametrize(

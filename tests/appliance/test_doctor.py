@@ -34,11 +34,12 @@ from host_trees import (
 
 from appliance.command import Result
 from appliance.doctor import command as doctor
-from appliance.doctor import install, kernel_log, nvidia, releases, system
+from appliance.doctor import install, kernel_log, nvidia, releases, system, watchdog
 from appliance.doctor.report import Device, Finding, Host, Line, Space, Status, ok, run_checks
 from appliance.gpus import bind_slots
 from appliance.hostconfig import Gateway, HostConfig, parse_config
 from appliance.paths import Paths
+from appliance.statefile import write_state
 from tests.certificates import make_certificate
 
 NODES = {
@@ -50,7 +51,7 @@ NODES = {
 PERSISTENCED, FABRIC = "nvidia-persistenced.service", "nvidia-fabricmanager.service"
 ACTIVE = {"LoadState": "loaded", "ActiveState": "active", "UnitFileState": "enabled", "NeedDaemonReload": "no"}
 OURS = ["appliance.target", "appliance-gateway@stable.service", "appliance-gateway@canary.service"]
-OURS += ["appliance-netfilter.service", "appliance-canary.service"]
+OURS += ["appliance-netfilter.service", "appliance-canary.service", "appliance-watchdog.service"]
 OURS += ["appliance-gpu@0.service", "appliance-gpu@1.service"]
 KERNEL_LOG = """\
 2026-11-29T08:00:01+00:00 llm1 kernel: nvidia-nvlink: Nvlink Core is being initialized, major device number 238
@@ -86,6 +87,9 @@ class Box:
         add_release(self.paths, "a", slot="stable", golden=["NVIDIA-H200"])
         self.paths.config.write_text("")
         put(root, "sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
+        put(root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "1024\n")
+        put(root, "proc/uptime", "100000.50 700000.00\n")
+        self.watchdog()
         put(root, "proc/cmdline", "BOOT_IMAGE=/vmlinuz-6.1.0 root=/dev/sda1 ro quiet\n")
         put(root, "proc/meminfo", MEMINFO)
         put(root, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
@@ -95,6 +99,18 @@ class Box:
         put(root, "usr/lib/appliance/0.1.0/VERSION", "")
         (self.paths.lib / "current").symlink_to("0.1.0")
         put(root, "usr/bin/appliance", "")
+
+    def watchdog(self, gpu: dict[str, Any] | None = None, **changes: Any) -> None:
+        """The state file of a watchdog that runs (as this process) and has looked just now; `gpu`: of GPU 1."""
+        rows = [{"gpu": n, "uuid": UUIDS[n], "state": "HEALTHY", "reason": "", "needs": None, "probed_at": time.time()}
+                for n in range(2)]  # fmt: skip
+        rows[1] |= gpu or {}
+        document = {"pid": os.getpid(), "status": "2 of 2 GPUs healthy", "nvml": "on", "maintenance": None}
+        document |= {"since": 1000.0, "breaker": None, "saved": True, "gpus": rows} | changes
+        write_state(self.paths.watchdog_state, document, schema=1, durable=False)
+
+    def watchdog_unit(self, **changes: str) -> None:
+        self.unit_states["appliance-watchdog.service"].update(changes)
 
     @property
     def host(self) -> Host:
@@ -200,6 +216,32 @@ BROKEN: list[tuple[Any, Break, Status, str]] = [
      "not enabled: gone after a reboot"),
     (install.units, lambda b: b.unit_states["appliance-gateway@stable.service"].update(
         ActiveState="failed", Result="exit-code"), Status.FAILED, "has failed (exit-code)"),
+    (install.units, lambda b: b.unit_states["appliance-canary.service"].update(
+        ActiveState="activating", SubState="auto-restart", Result="exit-code", ExecMainStatus="1", NRestarts="3"),
+     Status.FAILED, "canary.service has ended (exit-code, exit status 1) and is started again, 3 times"),
+    (install.units, lambda b: b.unit_states["appliance-canary.service"].update(
+        SubState="running", NRestarts="3", ActiveEnterTimestampMonotonic="99998000000"),
+     Status.DEGRADED, "canary.service has ended 3 times by itself"),
+    (install.units, lambda b: b.watchdog_unit(ActiveState="failed", Result="exit-code"), Status.FAILED,
+     "appliance-watchdog.service has failed"),
+    (watchdog.watchdog, lambda b: b.watchdog_unit(ActiveState="inactive"), Status.FAILED,
+     "the watchdog does not run (inactive)"),
+    (watchdog.watchdog, lambda b: b.watchdog_unit(ActiveState="failed", Result="exit-code", ExecMainStatus="4"),
+     Status.FAILED, "exit status 4, refused: its policy"),
+    (watchdog.watchdog, lambda b: b.watchdog_unit(ActiveState="activating", SubState="auto-restart", NRestarts="7"),
+     Status.FAILED, "the watchdog ends again and again (7 restarts)"),
+    (watchdog.watchdog, lambda b: b.unit_states.pop("appliance-watchdog.service"), Status.FAILED, "is not-found"),
+    (watchdog.watchdog, lambda b: b.paths.watchdog_state.unlink(), Status.FAILED, "has not run since this host booted"),
+    (watchdog.watchdog, lambda b: b.watchdog(breaker="3 GPUs failed within 600 s"), Status.FAILED,
+     "automation is stopped: 3 GPUs failed"),
+    (watchdog.watchdog, lambda b: b.watchdog(maintenance={"reason": "kernel", "since": 1.0}), Status.DEGRADED,
+     "in maintenance, it does nothing: kernel"),
+    (watchdog.watchdog, lambda b: b.watchdog(saved=False), Status.FAILED, "gpus.json cannot be written"),
+    (watchdog.watchdog, lambda b: b.watchdog({"state": "QUARANTINED", "needs": "rma", "reason": "xid:79"}),
+     Status.FAILED, "watchdog: gpu 1 is quarantined and needs rma: xid:79"),
+    (watchdog.watchdog, lambda b: b.watchdog({"probed_at": time.time() - 185}), Status.FAILED,
+     "gpu 1 was last probed 3m05s"),
+    (watchdog.watchdog, lambda b: b.watchdog({"probed_at": None}), Status.FAILED, "gpu 1 was never probed"),
     (install.units, lambda b: b.unit_states["appliance.target"].update(NeedDaemonReload="yes"), Status.DEGRADED,
      "changed on disk"),
     (install.config, lambda b: b.paths.config.write_text('[gateway]\nhost = "0.0.0.0"\nauth = "none"'),
@@ -247,6 +289,38 @@ def test_gpus_of_another_driver_are_named(box: Box) -> None:
     for device in (box.root / "sys/bus/pci/devices").iterdir():
         (device / "driver").symlink_to("../../drivers/nouveau")
     assert "belong to nouveau" in only(nvidia.driver(box.host)).text
+
+
+def test_without_systemd_the_watchdogs_own_word_counts(box: Box) -> None:
+    """In a container: unknown, and failed where its process is gone."""
+    box.commands.answers.clear()
+    assert only(watchdog.watchdog(box.host)).status is Status.UNKNOWN
+    box.watchdog(pid=2**22 + 1)  # above PID_MAX_LIMIT
+    assert only(watchdog.watchdog(box.host)).status is Status.FAILED
+    box.watchdog({"probed_at": None}, since=time.time())  # it has just started
+    assert only(watchdog.watchdog(box.host)).status is Status.UNKNOWN
+    box.watchdog({"probed_at": None}, nvml="off")  # backend cpu: nothing to probe
+    assert only(watchdog.watchdog(box.host)).status is Status.UNKNOWN
+
+
+def test_a_restart_long_ago_is_forgotten(box: Box) -> None:
+    box.unit_states["appliance-canary.service"].update(NRestarts="1", ActiveEnterTimestampMonotonic="99000000000")
+    assert only(install.units(box.host)).status is Status.OK
+
+
+@pytest.mark.parametrize("how", ["", "drop-in", "sysctl"])
+def test_a_low_port_is_fine_where_it_may_be_bound(box: Box, how: str) -> None:
+    box.paths.config.write_text("[gateway]\nport = 443")
+    if not how:
+        [line] = run_checks({"install": {"config": install.config}}, box.host)
+        assert line.finding.status is Status.FAILED and "gateway.port: 443 is below 1024" in line.finding.text
+        assert "low-port.conf" in (line.finding.fix or "")
+        return
+    if how == "sysctl":
+        put(box.root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "80\n")
+    else:  # as systemctl 252 prints it
+        box.commands.answers = {"systemctl show --property=AmbientCapabilities": "cap_net_bind_service\n"}
+    assert install.config(box.host).status is Status.OK
 
 
 def test_real_device_nodes_are_read() -> None:

@@ -98,6 +98,16 @@ def test_a_wait_that_times_out_is_3_and_the_hold_stays(launchers: Launchers) -> 
     assert "operator" in launchers.holds[0]
 
 
+def test_all_that_timed_out_are_named(launchers: Launchers, capsys: pytest.CaptureFixture[str]) -> None:
+    launchers.in_flight[0] = 2
+    assert main(["drain", "0", "1", "--reason", "x", "--wait", "--timeout", "0.3"]) == 3
+    err = capsys.readouterr().err
+    assert "not drained within 0.3 s: GPU 0; drained: 1" in err
+    launchers.in_flight[1] = 1
+    assert main(["drain", "0", "1", "--reason", "x", "--wait", "--timeout", "0.3"]) == 3
+    assert "not drained within 0.3 s: GPU 0, 1\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -247,7 +257,18 @@ def test_a_target_that_is_reached_without_its_launcher_is_a_failure(
     [
         (Result(("systemctl",), 1, b"", b"Job for appliance-gpu@0.service failed.\n"), 1, "systemctl status"),
         (Result(("systemctl",), -9, b"", b"", timed_out=True), 3, "appliance status"),
-        (Result(("systemctl",), 4, b"", b"Interactive authentication required.\n"), 1, "as root"),
+        (Result(("systemctl",), 4, b"", b"Interactive authentication required.\n"), 4, "run as root"),
+        (
+            Result(
+                ("systemctl",),
+                4,
+                b"",
+                b"Failed to stop a.service: Access denied\nSee system logs and 'systemctl status "
+                b"appliance-watchdog.service' for details.\n",
+            ),
+            4,
+            "run as root",
+        ),
         (Result(("systemctl",), 5, b"", b"Unit appliance-gpu@0.service not found.\n"), 1, "installed here"),
     ],
 )

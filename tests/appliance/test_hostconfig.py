@@ -63,6 +63,8 @@ def problem(text: str | bytes) -> HostConfigError:
         ("[gateway]\nwait_timeout = inf", "f: gateway.wait_timeout: inf is not a number from 0.05 to 86400"),
         ("[gateway]\nwait_timeout = nan", "f: gateway.wait_timeout: nan is not a number from 0.05 to 86400"),
         ("[gateway]\nmetrics_buckets_seconds = [1, inf]", "f: gateway.metrics_buckets_seconds: [1, inf] is not a list, each a number above 0 to 86400"),
+        ("[engine]\nmax_model_len = 1", "f: engine.max_model_len: 1 is not a whole number from 2 to 1000000"),
+        ("[engine]\nstart_timeout = 0.05", "f: engine.start_timeout: 0.05 is not a number from 5 to 86400"),
         ("[engine]\nplacement = 'both'", "f: engine.placement: 'both' is not one of \"exclusive\", \"shared\""),
         ("[engine]\nmemory_max = '24'", "f: engine.memory_max: '24' is 24 bytes, which no engine starts in; did you mean \"24G\"?"),
         ("[engine]\nmemory_max = '24GB'", "f: engine.memory_max: '24GB' is neither \"auto\" nor a size like \"24G\""),
@@ -276,6 +278,9 @@ def test_another_schema_says_which_one_this_version_reads(schema: str, hint: str
         ("[engine]\narguments = ['--kv-tokens', 'many']", "argument --kv-tokens: 'many' is not a number"),
         ("[engine]\narguments = ['--kv-tokens']", "argument --kv-tokens: expected one argument"),
         ("[engine]\narguments = ['stray']", "unrecognized arguments: stray"),
+        ("[engine]\narguments = ['--threads', '100000']\n[gpus]\nbackend = 'cpu'", "at most 256 threads"),
+        ("[engine]\narguments = ['--kv-tokens', '1000000000000']\n[gpus]\nbackend = 'cpu'", "bytes of memory"),
+        ("[engine]\narguments = ['--kv-tokens', '16384']\n[gpus]\nbackend = 'cpu'", None),
         ("[engine]\narguments = ['--help']", "prints a text and ends"),
         ("[engine]\narguments = ['--threads', '2']", "num_threads is an option o"),  # of the other backend
     ],
@@ -289,6 +294,17 @@ def test_check_asks_the_engine_about_its_arguments(
     shown = capsys.readouterr()
     if says is not None:
         assert f"{file}: engine.arguments: " in shown.err and says in shown.err and "usage:" not in shown.err
+
+
+@pytest.mark.parametrize(("backend", "code"), [("cpu", 4), ("cuda", 0)])
+def test_check_asks_the_engine_whether_sizes_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, code: int
+) -> None:
+    """256 sequences do not fit a step of the CPU backend, which takes 256 tokens, one of them a page of prefill."""
+    file = tmp_path / "appliance.toml"
+    file.write_text(f"[gpus]\nbackend = '{backend}'\n[engine]\nmax_batch_seqs = 256\n")
+    assert main(["config", "check", str(file)]) == code
+    assert ("engine.max_batch_seqs: no engine would start" in capsys.readouterr().err) == (code == 4)
 
 
 KEY_LINE = "# clients\n" + "0" * 64 + "  ops\n"
@@ -341,7 +357,7 @@ def test_what_gateways_would_refuse_is_refused_before(
 
 
 @pytest.mark.parametrize("name", ["api-keys", "tls-cert", "tls-key"])
-@pytest.mark.parametrize("kind", ["directory", "fifo", "empty", "garbage", "loop", "huge"])
+@pytest.mark.parametrize("kind", ["directory", "fifo", "empty", "garbage", "loop", "dangling", "huge"])
 def test_a_credential_that_cannot_be_used_is_refused_whatever_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
 ) -> None:
@@ -361,11 +377,55 @@ def test_a_credential_that_cannot_be_used_is_refused_whatever_it_is(
         os.mkfifo(bad)
     elif kind == "loop":
         bad.symlink_to(bad)
+    elif kind == "dangling":
+        bad.symlink_to(tmp_path / "not-mounted")
     else:
         bad.write_bytes({"empty": b"", "garbage": bytes(range(256)) * 9, "huge": b"#" * (2 << 20)}[kind])
     assert main(command) == 4
     err = capsys.readouterr().err
     assert "error: " in err and "hint: " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("auth", ["auto", "none"])
+@pytest.mark.parametrize("kind", ["directory", "dangling", "dangling parent"])
+def test_keys_that_are_there_and_cannot_be_loaded_are_not_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, auth: str
+) -> None:
+    """auth = "auto" on loopback is open without keys: a link whose mount is missing must not open it."""
+    monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    etc = tmp_path / "etc/appliance"
+    etc.mkdir(parents=True)
+    (etc / "appliance.toml").write_text(f"[gateway]\nauth = '{auth}'\n")
+    if kind == "dangling parent":
+        (etc / "credentials").symlink_to(tmp_path / "not-mounted")
+    elif kind == "dangling":
+        (etc / "credentials").mkdir()
+        (etc / "credentials/api-keys").symlink_to(tmp_path / "not-mounted")
+    else:
+        (etc / "credentials/api-keys").mkdir(parents=True)
+    assert main(["config", "check"]) == 4
+    err = capsys.readouterr().err
+    assert f"{etc}/credentials/api-keys cannot be loaded" in err and "a regular file of root" in err
+
+
+def test_missing_tls_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "appliance.toml").write_text("[gateway]\ntls = true\n")
+    assert main(["config", "check", str(tmp_path / "appliance.toml"), "--credentials", str(tmp_path)]) == 4
+    assert "/etc/appliance/credentials/tls-cert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bits", "says"), [(1024, "2048 bits or more"), (2048, None)])
+def test_a_key_that_openssl_finds_too_small_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: int, says: str | None
+) -> None:
+    argv = ["openssl", "req", "-x509", "-nodes", "-newkey", f"rsa:{bits}", "-subj", "/CN=box", "-days", "30"]
+    argv += ["-keyout", str(tmp_path / "tls-key"), "-out", str(tmp_path / "tls-cert")]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    (tmp_path / "appliance.toml").write_text("[gateway]\ntls = true\n")
+    code = main(["config", "check", str(tmp_path / "appliance.toml"), "--credentials", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert code == (4 if says else 0) and (says or "") in err and "belong together" not in err
 
 
 @pytest.mark.timeout(30)

@@ -180,8 +180,8 @@ def test_a_failure_before_the_commit_point_is_undone(
 
 
 def test_no_progress_ends_in_time(two: FakeFleet, run: Command, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths.config.write_text(paths.config.read_text() + "[engine]\nstart_timeout = 0.05\n")
-    monkeypatch.setattr(fleet_module, "_PATIENCE", 0.3)
+    paths.config.write_text(paths.config.read_text() + "[engine]\nstart_timeout = 5\n")
+    monkeypatch.setattr(fleet_module, "_PATIENCE", 0.3 - 5)
     two.script(0, hangs=["v2"])
     error = run("use", "v2", code=3)
     assert "v2 is not ready on GPU 0: no progress" in error["message"]

@@ -195,7 +195,7 @@ def test_no_space_is_said_before_the_copy(store: ReleaseStore, paths: Paths, mon
     "pairs, message",
     [
         (["max_model_len"], "KEY=VALUE"),
-        (["max_model_len=0"], "max_model_len: Expected `int` >= 1"),
+        (["max_model_len=0"], "max_model_len: Expected `int` >= 2"),
         (["max_model_len=many"], "max_model_len: Expected `int"),
         (["max_batch_seqs=257"], "max_batch_seqs"),
         (["max_model_len=9", "max_model_len=9"], "twice"),
@@ -276,7 +276,9 @@ def test_list_shows_what_is_broken(store: ReleaseStore, paths: Paths) -> None:
     (paths.releases / "torn" / "release.json").write_text('{"schema": 1, "name": "torn"}')
     found = {info.name: info for info in store.list()}
     assert found["v1"].problem is None and found["v1"].slots == ("stable",)
-    assert "no release 'empty'" in str(found["empty"].problem)
+    assert "the release 'empty' is unusable" in str(found["empty"].problem)
+    with pytest.raises(ReleaseError, match="the release 'empty' is unusable"):  # `show` says the same as `list`
+        store.get("empty")
     assert "belongs to the release 'v1'" in str(found["copied"].problem)
     assert "schema 2" in str(found["newer"].problem)
     assert "missing required field" in str(found["torn"].problem)
@@ -387,3 +389,13 @@ def test_killed_remove(store: ReleaseStore, paths: Paths) -> None:
             break
         deaths += 1
     assert finished and store.list() == [] and deaths * STRIDE > 5
+
+
+def test_changes_by_nobody_are_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(paths.releases))
+
+    monkeypatch.setattr(os, "chmod", denied)
+    with pytest.raises(ReleaseRefused) as caught:
+        ReleaseStore(paths).remove("v1")
+    assert caught.value.exit_code == 4 and caught.value.hint == "run as root"

@@ -192,3 +192,36 @@ def test_the_lock_excludes_and_gives_up(tmp_path: Path) -> None:
         pass
     with pytest.raises(StateError, match="is not there"), state_lock(tmp_path / "no" / "n.json"):
         pass
+
+
+HINTS = {  # what an operator must not be told to throw away, and what brings it back
+    "gpus.json": ("keep a copy", "healthcheck history", "appliance gpus bind", "appliance-watchdog"),
+    "releases/v1/release.json": ("appliance release remove v1", "appliance release add v1"),
+    "releases/holds/release.json": ("appliance release remove holds",),
+    "releases/v1/manifest.json": ("appliance release remove v1",),
+    "releases/v1/golden/cpu.json": ("--golden auto",),
+    "canary.json": ("keep a copy", "canary status", "canary cleanup", "appliance-canary"),
+    "canary-runs/r1.json": ("a run that is over",),
+    "leases.json": ("appliance status",),
+    "holds/gpu0.json": ("keep a copy", "healthcheck history", "appliance drain"),
+    "drain.json": ("appliance undrain --all",),
+    "resets/GPU-1.json": ("services",),
+    "watchdog.json": ("no decisions", "appliance-watchdog"),
+    "other.json": ("keep a copy",),
+}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99}', None], ids=str)
+@pytest.mark.parametrize("name", HINTS)
+def test_the_hint_of_a_damaged_file_is_that_of_its_kind(tmp_path: Path, name: str, content: str | None) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    with pytest.raises(StateError) as caught:
+        read_state(file, schema=1)
+    hint = str(caught.value.hint)
+    assert all(words in hint for words in HINTS[name]), hint
+    assert "begin afresh" not in hint

@@ -137,7 +137,7 @@ def test_flip_needs_the_option(model_dir: Path) -> None:
 
 def test_a_release_cannot_turn_it_on() -> None:
     """Only the admin of the host can, in engine.arguments of appliance.toml."""
-    from appliance.hostconfig import bad_engine_arguments
+    from appliance.engine_arguments import bad_engine_arguments
     from appliance.release_build import _HOST_OPTIONS
 
     assert "allow_fault_injection" in _HOST_OPTIONS

@@ -163,6 +163,27 @@ def test_reload_takes_new_keys_without_a_restart(appliance: Box) -> None:
         appliance.run(["rm", "-f", "/etc/appliance/credentials/api-keys"])
 
 
+@pytest.mark.parametrize("make", [["mkdir"], ["ln", "-s", "/not/mounted"]], ids=["directory", "dangling link"])
+def test_keys_that_cannot_be_loaded_never_open_the_endpoint(appliance: Box, make: list[str]) -> None:
+    """systemd takes the stand-in for what it cannot load, so the unit is started, and must not be."""
+    unit, keys = "appliance-gateway@stable.service", "/etc/appliance/credentials/api-keys"
+    before = appliance.show(unit, "MainPID")
+    appliance.run([*make, keys])
+    try:
+        assert appliance.run(["systemctl", "reload", unit], check=False).returncode != 0
+        assert appliance.show(unit, "MainPID") == before, "what was in force stays"
+        assert appliance.run(["systemctl", "restart", unit], check=False, timeout=120).returncode != 0
+        assert appliance.show(unit, "MainPID") == {"MainPID": "0"}
+        assert f"{keys} cannot be loaded" in appliance.journal(unit)
+        appliance.run(["rm", "-rf", keys])
+        hashed = hashlib.sha256(KEY.encode()).hexdigest()
+        appliance.write(keys, f"{hashed} alice\n", mode=0o600)
+        assert until(lambda: appliance.show(unit, "ActiveState") == {"ActiveState": "active"}), "it is tried again"
+        assert until(lambda: ask(appliance).startswith("401")) and ask(appliance, KEY) == "200 4"
+    finally:
+        appliance.run(["rm", "-rf", keys])
+
+
 def test_what_a_restart_does_not_mend_is_not_tried_again(appliance: Box) -> None:
     appliance.write("/etc/appliance/appliance.toml", CONFIG.replace("cpu", "tpu"))
     try:

@@ -12,7 +12,7 @@ import pytest
 from unit_files import values
 
 from appliance import credentials
-from appliance.credentials import changed, replace
+from appliance.credentials import changed, check_keys, replace
 from appliance.log import ApplianceError
 
 
@@ -79,8 +79,60 @@ def test_a_source_that_cannot_be(folders: tuple[Path, Path]) -> None:
         changed(source, target)
     (source / "api-keys").unlink()
     (source / "api-keys").mkdir()
-    with pytest.raises(ApplianceError, match="cannot read"):
+    with pytest.raises(ApplianceError, match="a directory"):
         changed(source, target)
+    (source / "api-keys").rmdir()
+    (target / "api-keys").write_bytes(b"aa alice\n")
+    (source / "api-keys").symlink_to(source / "not-mounted")
+    with pytest.raises(ApplianceError, match="not-mounted"):  # a reload opens nothing either
+        changed(source, target)
+
+
+@pytest.mark.parametrize("handed", ["stand-in", "nothing", "unseen"])
+@pytest.mark.parametrize("kind", ["directory", "dangling", "dangling parent", "file in the way", "not loaded"])
+def test_keys_that_were_not_handed_over_keep_the_unit_from_starting(
+    folders: tuple[Path, Path], tmp_path: Path, kind: str, handed: str
+) -> None:
+    source, target = folders
+    if handed == "nothing":
+        (target / "api-keys").unlink()
+    seen = None if handed == "unseen" else target
+    check_keys(source, seen)  # none given
+    if kind == "directory":
+        (source / "api-keys").mkdir()
+    elif kind == "dangling":
+        (source / "api-keys").symlink_to(tmp_path / "not-mounted")
+    elif kind == "dangling parent":
+        source = tmp_path / "link"
+        source.symlink_to(tmp_path / "not-mounted")
+    elif kind == "file in the way":
+        source = source / "file"
+        source.write_bytes(b"")
+    else:
+        if seen is None:
+            return  # the file is fine, and nothing else can be known
+        (source / "api-keys").write_bytes(b"aa alice\n")
+    with pytest.raises(ApplianceError, match="api-keys") as caught:
+        check_keys(source, seen)
+    assert caught.value.exit_code == 4 and caught.value.hint
+
+
+def test_keys_that_were_handed_over_are_enough(folders: tuple[Path, Path]) -> None:
+    """Also from where a drop-in says (LoadCredentialEncrypted=), whatever lies in our directory."""
+    source, target = folders
+    (target / "api-keys").write_bytes(b"aa alice\n")
+    check_keys(source, target)
+    (source / "api-keys").mkdir()
+    check_keys(source, target)
+    (source / "api-keys").rmdir()
+    (target / "api-keys").write_bytes(b"\n")
+    (source / "api-keys").write_bytes(b"\n\n")  # an empty file is no key, as it always was
+    check_keys(source, target)
+
+
+def test_the_unit_looks_before_it_starts() -> None:
+    (before,) = values("appliance-gateway@.service", "ExecStartPre")
+    assert before.startswith("+/") and before.endswith(" -m appliance.credentials --check %n")
 
 
 @pytest.mark.parametrize("unit", ["sshd.service", "../appliance-x.service", "appliance-a/b.service", ""])

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import ssl
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from appliance.gateway import server
 from appliance.gateway.routes import MODEL_PREFIX, OWN, RELAYED
 from appliance.gateway.settings import Access, Refused, make_settings
 from appliance.hostconfig import Gateway, HostConfig
+from appliance.log import BusyError
 from engine.api.routes import ROUTES
 from engine.api.routes import Access as RouteAccess
+from engine.spawn import python_env
 
 from .world import STREAM_HEAD, Received, answer, chunk, counting, event
 
@@ -495,3 +501,46 @@ async def test_it_is_no_proxy(host, front, line):
     raw = await gateway.raw(f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode(), seconds=1)
     assert raw.split(b" ")[1] in (b"400", b"404", b"405")
     assert not engine.requests
+
+
+ABSENT = "203.0.113.77"  # TEST-NET-3 (RFC 5737): no host has it
+
+
+def test_an_address_that_is_not_there_is_tried_again(monkeypatch):
+    """VIPs and DHCP come late; exit status 4 would never be tried again."""
+    monkeypatch.setattr(server, "ADDRESS_SECONDS", 0.0)
+    with pytest.raises(BusyError, match="Cannot assign requested address") as busy:
+        server._tcp_socket(ABSENT, 0, "gateway.host")
+    assert busy.value.exit_code == 5 and "gateway.host: no interface" in busy.value.hint
+
+
+def test_waiting_for_an_address_is_longer_than_the_limit_of_starts():
+    text = (Path(__file__).parents[3] / "systemd/appliance-gateway@.service").read_text()
+    unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+    each = server.ADDRESS_SECONDS + int(unit["RestartSec"])
+    assert int(unit["StartLimitBurst"]) * each > int(unit["StartLimitIntervalSec"])
+    assert int(unit["TimeoutStartSec"]) > 2 * server.ADDRESS_SECONDS  # the public and the admin listener
+
+
+LATE = """
+import subprocess, sys, threading
+from appliance.gateway import server
+from engine.log import setup_logging
+setup_logging("info")
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)  # without any route every address may be bound
+def come():
+    subprocess.run(["ip", "addr", "add", "203.0.113.77/32", "dev", "lo"], check=True)
+threading.Timer(0.3, come).start()
+with server._tcp_socket("203.0.113.77", 8000, "gateway.host") as listener:
+    print(listener.getsockname())
+"""
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a network namespace")
+def test_an_address_that_comes_late_is_taken():
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", LATE], env=python_env(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "('203.0.113.77', 8000)\n", done.stderr
+    assert done.stderr.count("address_missing") == 1

@@ -1,8 +1,8 @@
 """Stands in for `python -P -m engine` where the launcher's own behaviour is tested: one thread, no model.
 
 What it says and does comes from the directory after `--behave`, read at every turn: `state.json` (answer of
-/admin/state), `silent` (takes connections, never answers), `exit` (status to start with: ends at once), `drain`
-(seconds between SIGTERM and the end), `deaf` (ignores SIGTERM). It notes its own starts in `starts`.
+/admin/state), `silent` (takes connections, never answers), `exit` (status to start with: ends at once), `words` (its
+last), `drain` (seconds between SIGTERM and the end), `deaf` (ignores SIGTERM). It notes its own starts in `starts`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def main() -> int:
     path = sys.argv[sys.argv.index("--uds") + 1]
     with (behave / "starts").open("a") as file:
         file.write(json.dumps({"argv": sys.argv, "env": dict(os.environ), "pid": os.getpid()}) + "\n")
+    if (behave / "words").exists():
+        os.pwrite(int(os.environ["ENGINE_LAST_WORDS_FD"]), (behave / "words").read_bytes(), 0)
     if (behave / "exit").exists():
         return int((behave / "exit").read_text())
     ending: list[float] = []

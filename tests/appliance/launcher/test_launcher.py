@@ -84,6 +84,27 @@ def test_it_gives_up_after_the_limit_and_comes_back_when_asked(world: World) -> 
     assert world.engine("r1")["state"] == "ready"
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            b"a context of 1 tokens holds no prompt; --max-model-len >= 2\0old",
+            ": a context of 1 tokens holds no prompt; --max",
+        ),
+        (b"\x1b[2J two\nlines \xff" + b"x" * 900, ": \\x1b[2J two lines \ufffdxxx"),
+        (b"", "; see `appliance logs --gpu 0`"),
+    ],
+)
+def test_the_engines_own_last_sentence_is_in_its_end(world: World, said: bytes, shown: str) -> None:
+    behave = world.add_release("r1")
+    (behave / "exit").write_text("4")
+    (behave / "words").write_bytes(said)
+    world.use("r1")
+    world.start()
+    text = world.reach("r1", "failed")["last_exit"]
+    assert text.startswith(f"exit status 4 (refused: configuration, model or sizes){shown}") and len(text) < 500
+
+
 @pytest.mark.parametrize("status", [2, 4])
 def test_a_refusal_of_the_engine_is_not_repeated(world: World, status: int) -> None:
     (world.add_release("r1") / "exit").write_text(str(status))

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.launcher.last_words import VARIABLE, LastWords
 from engine.spawn import python_env
+from tests.tiny import make_tiny_model
 
 # As a process of its own, so that the first descriptor after standard error is free or taken as the test says.
 LAUNCHER = """
@@ -19,6 +21,7 @@ import json, os, sys
 taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(int(sys.argv[2]))]
 from pathlib import Path
 from appliance.launcher import spawn
+from appliance.launcher.last_words import LastWords
 from appliance.launcher.scope import ScopePlan
 from appliance.launcher.spec import EngineSpec
 from appliance.launcher.trampoline import GO
@@ -26,7 +29,8 @@ connect = spawn.journal_stream
 spawn.journal_stream = lambda identifier: connect(identifier, sys.argv[1])
 plan = ScopePlan(0, "r1", memory_max=1 << 30, cpu_weight=100, tasks_max=100)
 spec = EngineSpec(None, ["/no/such/engine"], {}, Path("/none"), plan, [])
-pid, channel = spawn.spawn_trampoline(spec, os.getuid(), os.getgid())
+words = LastWords()
+pid, channel = spawn.spawn_trampoline(spec, os.getuid(), os.getgid(), words.fd)
 channel.setblocking(True)
 channel.send(b"no\\n")  # not GO: it ends, and its stream with it
 os.waitpid(pid, 0)
@@ -60,3 +64,25 @@ def test_output_goes_to_the_journal_and_the_channel_stays_quiet(tmp_path: Path, 
                 text += part
     assert b"appliance-gpu0-r1" in text and b"said by the child" in text
     assert json.loads(done.stdout.splitlines()[-1]) == ""
+
+
+def test_a_real_engine_says_why_it_refuses(tmp_path: Path) -> None:
+    """Before its load, and without a word of it in what its own children inherit."""
+    model = make_tiny_model(tmp_path / "model")
+    words = LastWords()
+    argv = [sys.executable, "-P", "-m", "engine", "--model-dir", str(model), "--max-model-len", "1"]
+    done = subprocess.run(
+        [*argv, "--uds", str(tmp_path / "s")], env=python_env() | {VARIABLE: str(words.fd)}, pass_fds=[words.fd],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert words.take().startswith("a context of 1 tokens holds no prompt and no answer; ")
+
+
+def test_last_words_cannot_grow() -> None:
+    words = LastWords()
+    with pytest.raises(PermissionError):
+        os.ftruncate(words.fd, 1 << 20)
+    with pytest.raises(PermissionError):
+        os.pwrite(words.fd, b"x" * 10, 1 << 20)
+    assert words.take() == ""

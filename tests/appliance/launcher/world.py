@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from appliance.events import read_events
 from appliance.hostconfig import parse_config
 from appliance.launcher import operations
+from appliance.launcher.last_words import VARIABLE
 from appliance.launcher.launcher import Launcher, User
 from appliance.launcher.loop import Loop
 from appliance.launcher.scope import Findings, ScopePlan
@@ -96,7 +99,8 @@ class World:
         self.paths = Paths.under(root)
         for directory in (self.paths.releases, self.paths.state / "slots", self.paths.gpu_run(0)):
             directory.mkdir(parents=True)
-        text = CONFIG.format(placement=placement, start_timeout=start_timeout, stall_timeout=stall_timeout)
+        self._start_timeout = start_timeout  # shorter than appliance.toml allows
+        text = CONFIG.format(placement=placement, start_timeout=max(5, start_timeout), stall_timeout=stall_timeout)
         self.paths.config.parent.mkdir(parents=True)
         self.paths.config.write_text(text)
         self.loop = Loop()
@@ -108,6 +112,8 @@ class World:
 
     def start(self) -> World:
         config = parse_config(self.paths.config.read_bytes(), where="test")
+        engine = msgspec.structs.replace(config.engine, start_timeout=self._start_timeout)
+        config = msgspec.structs.replace(config, engine=engine)
         ids = User(os.getuid(), os.getgid(), frozenset({os.getuid()}))
         self.launcher = Launcher(
             self.paths, 0, "CPU-0", config, ids, self.loop, self.scopes, Notifier(self.environ)
@@ -200,14 +206,14 @@ class World:
         self.notifications.close()
 
 
-def _spawn(spec: EngineSpec, uid: int, gid: int) -> tuple[int, socket.socket]:
+def _spawn(spec: EngineSpec, uid: int, gid: int, words: int) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs:
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-S", "-E", "-c", TRAMPOLINE, *spec.argv],
-            spec.env,
-            file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
+            spec.env | {VARIABLE: "99"},
+            file_actions=[(os.POSIX_SPAWN_DUP2, words, 99), (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
         )
     return pid, ours
