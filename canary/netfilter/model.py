@@ -152,11 +152,12 @@ class Table:
         return found.rules if found else []
 
     def reachable(self, *start: str) -> Iterator[Chain]:
-        """The chains that packets of the `start` chains may come to; each once, loops do no harm."""
+        """The chains that packets of the `start` chains may come to; each once, loops do no harm. Not through ours: what
+        somebody has put into them goes when they are written anew."""
         waiting, seen = list(start), set[str]()
         while waiting:
             name = waiting.pop(0)
-            if name in seen or name not in self.chains:
+            if name in seen or name not in self.chains or name in (*NAT_CHAINS, *FILTER_CHAINS):
                 continue
             seen.add(name)
             yield self.chains[name]

@@ -235,6 +235,21 @@ def foreign(ruleset: Ruleset) -> dict[str, list[Rule]]:
     }
 
 
+def test_what_somebody_put_into_our_chains_leads_nowhere() -> None:
+    """DOCKER would be reached by the guard chain's jump alone, which goes: its rule needs no twin (found by the test
+    below)."""
+    ruleset = Ruleset(Family.IPV4)
+    ruleset.tables["filter"] = Table("filter", {name: Chain(name, "ACCEPT", []) for name in BUILTIN["filter"]})
+    chains = ruleset.tables["filter"].chains
+    chains["DOCKER"] = Chain("DOCKER", None, [Rule(split("-p tcp -m tcp --dport 8000 -j ACCEPT"))])
+    chains["APPLIANCE-GUARD"] = Chain("APPLIANCE-GUARD", None, [Rule(split("-j DOCKER"))])
+    desired = Desired(weight=0, run="9", local_clients=False, families=(Family.IPV4,), canary_port=8001)
+    chains["INPUT"].rules.append(Rule(rules.guard_jump(desired)))
+    after = restore(ruleset, planning.plan(State({Family.IPV4: ruleset}, True), desired))
+    assert len(after.table("filter").rules("DOCKER")) == 1
+    assert planning.plan(State({Family.IPV4: after}, True), desired) == Plan()
+
+
 @given(hosts(), DESIRED)
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_any_host_becomes_what_is_desired_and_others_rules_stay(ruleset: Ruleset, desired: Desired) -> None:
