@@ -152,8 +152,8 @@ class Table:
         return found.rules if found else []
 
     def reachable(self, *start: str) -> Iterator[Chain]:
-        """The chains that packets of the `start` chains may come to; each once, loops do no harm. Not through ours: what
-        somebody has put into them goes when they are written anew."""
+        """The chains that packets of the `start` chains may come to; each once, loops do no harm. Not through ours:
+        what somebody has put into them goes when they are written anew."""
         waiting, seen = list(start), set[str]()
         while waiting:
             name = waiting.pop(0)
