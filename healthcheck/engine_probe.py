@@ -28,6 +28,7 @@ _FIRST_GOLDEN = 20.0  # after an engine is ready
 _UNANSWERED = 3  # questions in a row
 _COMPARE_AGAIN = 30.0  # s: errors of the engine bring the next comparison forward, but not closer than this
 _RECENT = 600.0  # s that an error of the engine is shown for
+_OOM = "; the kernel killed a process at MemoryMax"  # the launcher's words; the engine's own come after them
 _ON_TRIAL = {
     "engine:error": "trial:error", "engine:stalled": "trial:stalled", "engine:unreachable": "trial:unreachable",
     "engine:nonfinite": "trial:nonfinite", "engine:index": "trial:index", "engine:step": "trial:step",
@@ -37,8 +38,9 @@ _ON_TRIAL = {
 
 def cause_of(last_exit: str) -> str | None:
     """The signal for an engine that ended, from its launcher's words (restart.py:exit_text, health.py:StallWatch).
-    None: not the GPU's doing (the memory limit of its scope, a configuration that is refused)."""
-    if "MemoryMax" in last_exit or last_exit.startswith(("exit status 2", "exit status 4", "cannot start")):
+    None: not the GPU's doing (the memory limit of its scope, a configuration that is refused, a systemd that is late).
+    """
+    if _OOM in last_exit or last_exit.startswith(("exit status 2", "exit status 4", "cannot start", "no scope")):
         return None
     if last_exit.startswith("no step for"):
         return "engine:stalled"

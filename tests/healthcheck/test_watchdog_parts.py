@@ -426,6 +426,8 @@ def test_an_engine_that_died_is_a_signal_one_that_was_stopped_is_not(engines: En
         ("no answer for 61 s; killed by SIGKILL", "engine:unreachable"),
         ("killed by SIGKILL; the kernel killed a process at MemoryMax", None),
         ("exit status 4 (refused: configuration, model or sizes)", None),
+        ("no scope: systemd did not answer within 20 s; killed by SIGKILL", None),
+        ("exit status 1: cudaMalloc failed, is MemoryMax too small?", "engine:error"),
         ("exit status 1", "engine:error"),
     ],
 )
