@@ -21,6 +21,7 @@ from appliance.statefile import read_state
 from healthcheck.types import Check, Status
 
 SCHEMA = 1
+_LAUNCHER_SCHEMA = 1
 STALE_SECONDS = 120.0  # a watchdog that runs writes its file at every probe
 
 Document = dict[str, Any]
@@ -55,6 +56,20 @@ def _runs(pid: Any) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def launchers(paths: Paths) -> set[int]:
+    """Slots whose launcher runs now, as far as their state files say."""
+    found = set()
+    for path in paths.run.glob("gpu*/state.json"):
+        number = path.parent.name.removeprefix("gpu")
+        try:
+            state = read_state(path, schema=_LAUNCHER_SCHEMA) or {}
+        except (OSError, ApplianceError):
+            continue  # not understood is not known; `appliance status` names it
+        if number.isascii() and number.isdecimal() and _runs(state.get("pid")):
+            found.add(int(number))
+    return found
 
 
 def check_row(check: Check) -> Document:

@@ -112,7 +112,7 @@ class Publisher:
             healthy += gpu.state is State.HEALTHY
             if gpu.state not in (State.HEALTHY, State.MAINTENANCE):
                 parts.append(f"gpu {slot} {gpu.state}: {gpu.reason}")
-        parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy")
+        parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy" if host.gpus else "no GPU slot is bound")
         return "; ".join(parts)
 
     # -- over HTTP

@@ -25,6 +25,7 @@ from healthcheck.engine_probe import EngineProbe
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
 from healthcheck.keeper import Keeper
+from healthcheck.leftovers import found_holds
 from healthcheck.limits import read_limits
 from healthcheck.machine import start, step
 from healthcheck.machine_types import (
@@ -34,6 +35,7 @@ from healthcheck.machine_types import (
     Event,
     Hold,
     HostState,
+    MaintenanceOn,
     Rechecked,
     Record,
     Reread,
@@ -136,7 +138,8 @@ class Service:
         self._bound()
         self._look()
         self.event("watchdog_started", boot_id=self.boot_id, nvml=self.probes.kind, test=self.test or None)
-        self.host, commands = start(self.host, time.time(), self.boot_id, self.policy)
+        held = list(found_holds(self.paths, self.host.gpus))
+        self.host, commands = start(self.host, time.time(), self.boot_id, self.policy, held)
         for slot, gpu in self.host.gpus.items():
             if gpu.state is not State.RESETTING and slot != self.host.resetting:
                 self._results.noted(gpu.uuid)
@@ -338,14 +341,16 @@ class Service:
                 say(f"<4>{self.paths.gpus}: {error}")
             self._adopting = str(error)
             return
-        self._shown = self.host
-        self._news = News()
-        self._said = ""  # to systemd
         self._adopting = ""
         if host is not self.host:
+            new = host.gpus.keys() - self.host.gpus.keys()
             self.host = host
             self.event("watchdog_adopted", slots=sorted(host.gpus))
             self._bound()
+            for held in found_holds(self.paths, sorted(new)):
+                self.post(held)
+            if host.maintenance is not None:
+                self.post(MaintenanceOn(host.maintenance))  # it is for the new ones, too
 
     def _look(self) -> None:
         slots = list(self.host.gpus)

@@ -12,7 +12,7 @@ from appliance.arguments import add_common, set_epilog
 from appliance.log import ExitCode, emit_json, paint
 from appliance.paths import Paths
 from appliance.terminal import age, cut, mark, width_of
-from healthcheck.document import STALE_SECONDS, Document, read_document, worst
+from healthcheck.document import STALE_SECONDS, Document, launchers, read_document, worst
 from healthcheck.types import Status
 
 EPILOG = """\
@@ -29,13 +29,24 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def run(args: argparse.Namespace) -> int:
-    document = read_document(Paths.default())
-    document["problems"] = list(problems(document))
+    paths = Paths.default()
+    document = read_document(paths)
+    document["problems"] = [*unbound(document, paths), *problems(document)]
     if args.json:
         emit_json(document)
     else:
         print("\n".join(screen(document, sys.stdout, time.time())))
     return ExitCode.FAILED if document["problems"] else ExitCode.DONE
+
+
+def unbound(document: Document, paths: Paths) -> Iterator[str]:
+    """Slots whose launcher runs and that the ledger does not have; no slots at all."""
+    known = {gpu["gpu"] for gpu in document["gpus"]}
+    if launched := sorted(launchers(paths) - known):
+        names = ", ".join(map(str, launched))
+        yield f"nobody watches GPU slot {names}, whose launcher runs: gpus.json does not have it; appliance gpus bind"
+    elif not known:
+        yield "no GPU slot is bound, so no GPU is watched: appliance gpus bind"
 
 
 def problems(document: Document) -> Iterator[str]:

@@ -16,12 +16,12 @@ from appliance.gpus import bind_slots
 from appliance.launcher.loop import READ, Loop
 from appliance.notify import Notifier
 from appliance.paths import Paths
-from appliance.statefile import write_state
+from appliance.statefile import StateError, write_state
 from healthcheck import keeper
 from healthcheck.cli import main
 from healthcheck.document import SCHEMA, read_document
 from healthcheck.keeper import Keeper
-from healthcheck.machine_types import Command, Hold, ResetGpu, Stopped
+from healthcheck.machine_types import Command, EngineReady, Hold, ResetGpu, Stopped, Unhold, Verified, WarmedUp
 from healthcheck.policy import load_policy
 from healthcheck.probes import NoProbes
 from healthcheck.resetter import unit_name
@@ -120,6 +120,74 @@ def test_slots_that_are_bound_later_are_watched(host: Host) -> None:
     assert [row["uuid"] for row in host.service.publisher.document()["gpus"]] == ["GPU-0", "GPU-1", "GPU-7"]
     host.service.signal(Signal("xid:95", "GPU-7", "test", time.time(), "test"))
     assert host.ledger(2)["state"] == "STOPPING"
+
+
+def held(host_paths: Paths, gpu: int, reason: str = "xid:79: off the bus") -> None:
+    """As its launcher leaves it on the disk."""
+    hold = {"level": "stop", "reason": reason, "since": time.time()}
+    host_paths.holds(gpu).parent.mkdir(exist_ok=True)
+    write_state(host_paths.holds(gpu), {"holds": {"watchdog": hold, "operator": hold}}, schema=1)
+
+
+def test_a_quarantine_outlives_the_loss_of_the_ledger(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Host(root)
+    first.service.start()
+    first.signal("xid:79")
+    first.service.post(Stopped(0))
+    held(first.paths, 0)
+    first.service.close()
+    first.paths.gpus.unlink()
+    second = Host(root)  # binds anew
+    second.service.start()
+    second.run(0.2)
+    entry = second.ledger()
+    assert (entry["state"], entry["needs"]) == ("QUARANTINED", "human") and second.ledger(1)["state"] == "HEALTHY"
+    assert "found held by the watchdog: xid:79: off the bus; the ledger does not know why" in entry["reason"]
+    assert [command.gpu for command in second.done if isinstance(command, Unhold)] == [1]
+    code, out, _ = command(capsys, "status")
+    assert code == 1 and "healthcheck set-healthy 0" in out
+    second.service.close()
+
+
+def test_a_slot_that_is_bound_while_its_launcher_holds_it_for_us_is_quarantined(host: Host) -> None:
+    held(host.paths, 2)
+    bind_slots(host.paths.gpus, ["GPU-7", "GPU-8"])
+    host.run(1.3)
+    assert host.ledger(2)["state"] == "QUARANTINED" and host.ledger(3)["state"] == "HEALTHY"
+
+
+def test_a_hold_that_the_ledger_explains_is_let_go(host: Host, root: Path) -> None:
+    """A crash came after the ledger and before the launcher: the GPU came back after it was held."""
+    held(host.paths, 0)
+    host.signal("xid:31")
+    for event in (EngineReady(0), WarmedUp(0), Verified(0, True)):
+        host.service.post(event)
+    assert host.ledger()["state"] == "PROBATION"
+    second = Host(root)
+    second.service.start()
+    assert second.ledger()["state"] == "PROBATION" and 0 in [c.gpu for c in second.done if isinstance(c, Unhold)]
+    second.service.close()
+
+
+def test_a_damaged_ledger_says_what_becomes_of_quarantines(root: Path) -> None:
+    paths = Host(root).paths
+    paths.gpus.write_text('{"schema": 1, "gpus": [{"slo')
+    with pytest.raises(StateError) as caught:
+        Keeper(paths.gpus).load()
+    assert caught.value.hint is not None and "gpus bind" in caught.value.hint and "QUARANTINED" in caught.value.hint
+
+
+def test_no_slots_is_not_all_well(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host = Host(root, gpus=0)
+    host.service.start()
+    host.run(0.2)
+    code, out, _ = command(capsys, "status")
+    assert code == 1 and "no GPU slot is bound" in out and "appliance gpus bind" in out
+    host.paths.gpu_run(1).mkdir()
+    write_state(host.paths.launcher_state(1), {"gpu": 1, "pid": os.getpid()}, schema=1)
+    code, out, _ = command(capsys, "status")
+    assert code == 1 and "nobody watches GPU slot 1" in out
+    host.service.close()
 
 
 def test_systemd_hears_ready_after_the_first_look_then_pings(root: Path) -> None:
