@@ -1,8 +1,8 @@
 """What commands read of the watchdog: its state file, which everybody may read and which a dead watchdog leaves behind.
 
 Schema 1 (keys are only ever added; null is unknown; times are UTC seconds):
-  pid, since, status, backend, nvml ("on", "off", "scripted"), maintenance {reason, since} | null, breaker text | null,
-  checks [...] of the host, alerts [{at, gpu, text}], counters {name: number},
+  pid, since, status, backend, nvml ("on", "off", "scripted"), probe_interval, maintenance {reason, since} | null,
+  breaker text | null, checks [...] of the host (with unknown_since), alerts [{at, gpu, text}], counters {name: number},
   gpus [{gpu, uuid, state, reason, since, needs, attempts, resets, share, probed_at, checks [...], incident, phases}]
   where a check is {name, status: ok|degraded|failed|unknown, reason, value}
 """
@@ -18,6 +18,7 @@ from appliance.gpus import read_slots
 from appliance.log import ApplianceError, UsageError
 from appliance.paths import Paths
 from appliance.statefile import read_state
+from appliance.terminal import age
 from healthcheck.types import Check, Status
 
 SCHEMA = 1
@@ -44,6 +45,19 @@ def read_document(paths: Paths) -> Document:
     document["running"] = _runs(document.get("pid"))
     document["age_seconds"] = round(time.time() - os.stat(paths.watchdog_state).st_mtime, 1)
     return document
+
+
+def silence(document: Document) -> str | None:
+    """Why what it says may be long over, with the next step; None where the watchdog runs and tells."""
+    seconds = age(document["age_seconds"])
+    if not document["running"]:
+        return (
+            f"the watchdog does not run, nobody looks after these GPUs; last seen {seconds} ago: systemctl start "
+            "appliance-watchdog"
+        )
+    if document["age_seconds"] > STALE_SECONDS:
+        return f"the watchdog has said nothing for {seconds}; journalctl -u appliance-watchdog"
+    return None
 
 
 def _runs(pid: Any) -> bool:

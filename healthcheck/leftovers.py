@@ -27,9 +27,8 @@ def found_holds(paths: Paths, slots: Iterable[int]) -> Iterator[FoundHeld]:
         entry = _hold(paths.holds(slot)) or _hold(paths.launcher_state(slot))
         if entry is not None:
             since = entry.get("since")
-            known = isinstance(since, (int, float)) and not isinstance(since, bool)
             reason = printable(str(entry.get("reason") or "no reason was given"))[:_MAX_REASON]
-            yield FoundHeld(slot, reason, float(since) if known else None)
+            yield FoundHeld(slot, reason, float(since) if isinstance(since, (int, float)) else None)
 
 
 def _hold(path: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ What is on disk is enough to go on after a kill at any moment: start() gives the
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -372,7 +371,7 @@ class Service:
 
     def _probe(self) -> None:
         self.probes.look()
-        self.loop.later(self.schedule.probe or self.limits.probe_interval, self._probe)
+        self.loop.later(self.probe_interval, self._probe)
 
     def _ping(self) -> None:
         """From the loop itself: it has come round."""
@@ -393,5 +392,5 @@ class Service:
             self._said = status
 
     @property
-    def pid(self) -> int:
-        return os.getpid()
+    def probe_interval(self) -> float:
+        return self.schedule.probe or self.limits.probe_interval

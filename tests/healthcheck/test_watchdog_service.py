@@ -279,9 +279,44 @@ def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureF
     code, out, _ = command(capsys, "status")
     assert code == 1 and "does not run" in out
     assert read_document(host.paths)["running"] is False
+    rows = [{"name": "NVML", "status": "ok", "reason": "read", "value": None}]
+    gpus = [gpu | {"checks": rows} for gpu in document["gpus"]]
+    write_state(host.paths.watchdog_state, document | {"pid": 2**22 + 1, "gpus": gpus}, schema=SCHEMA)
+    os.utime(host.paths.watchdog_state, (time.time() - 7325, time.time() - 7325))
+    code, out, _ = command(capsys, "check", "--cached")
+    assert code == 3 and out.startswith("NOT RUNNING") and "last seen 2h02m ago" in out, "what was ok then is no news"
+    code, out, _ = command(capsys, "check", "--cached", "--json")
+    assert code == 3 and json.loads(out)["running"] is False and json.loads(out)["age_seconds"] > 7000
+    write_state(host.paths.watchdog_state, document | {"gpus": gpus}, schema=SCHEMA)
+    assert command(capsys, "check", "--cached")[0] == 0
+    os.utime(host.paths.watchdog_state, (time.time() - 300, time.time() - 300))
+    code, out, _ = command(capsys, "check", "--cached")
+    assert code == 3 and out.startswith("SILENT") and "5m00s" in out
     host.paths.watchdog_state.unlink()
     code, _, err = command(capsys, "status")
     assert code == 1 and "has not run since this host booted" in err and "systemctl start" in err
+
+
+def test_what_is_not_known_for_two_probes_is_not_all_well(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """NVML hangs as a whole, or for one GPU: at the shipped interval of 30 s, 65 s after the last reading."""
+    host.run(0.2)
+    now = time.time()
+    document = json.loads(host.paths.watchdog_state.read_text()) | {"nvml": "on", "since": now - 1000}
+    assert document["probe_interval"] == 30.0
+
+    def status(ages: tuple[float, float], unknown: float | None = None) -> tuple[int, str]:
+        hung = [{"name": "NVML", "status": "unknown", "reason": "NVML hung 5 times in a row", "value": 5}]
+        gpus = [gpu | {"probed_at": now - old, "checks": hung} for gpu, old in zip(document["gpus"], ages, strict=True)]
+        row = {"name": "GPUs", "status": "unknown", "reason": "NVML hung", "value": None, "unknown_since": unknown}
+        write_state(host.paths.watchdog_state, document | {"gpus": gpus, "checks": [row]}, schema=SCHEMA)
+        return command(capsys, "status")[:2]
+
+    assert status((50, 50), now - 50)[0] == 0, "one probe may be missed"
+    code, out = status((70, 10))
+    assert code == 1 and "! gpu 0 has not been read for 1m1" in out and "hung 5 times in a row" in out
+    assert "gpu 1 has not" not in out
+    code, out = status((10, 10), now - 200)
+    assert code == 1 and "! GPUs has not been known for 3m20s: NVML hung" in out
 
 
 def test_checks_are_lines_and_exit_codes(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
