@@ -293,6 +293,8 @@ def _maintenance_on(turn: Turn, reason: str) -> None:
     """Hands off: what is held stays held; a reset that runs ends first."""
     turn.maintenance = reason
     for state in list(turn.gpus.values()):
+        if state.state is State.MAINTENANCE:
+            turn.update(state.gpu, reason=reason)  # a new reason for the same
         if state.state in (State.RESETTING, State.QUARANTINED, State.MAINTENANCE):
             continue
         turn.update(state.gpu, paused=state.state)

@@ -45,6 +45,7 @@ from healthcheck.machine_types import (
     Verified,
 )
 from healthcheck.metrics import Counters
+from healthcheck.news import News
 from healthcheck.policy import Policy
 from healthcheck.probes import Probes
 from healthcheck.publish import Publisher
@@ -56,23 +57,8 @@ from healthcheck.verification import Found
 _TICK = 1.0  # s: launchers' files, deadlines of the machine
 _AFTER = 0.005  # s: a deadline is over then, also by a clock that was rounded
 _PING = 5.0  # s at most between two WATCHDOG=1
-_NEW_AFTER, _TELL_AGAIN = 180.0, 3600.0  # s: a signal that was away; one that stays
 _MAX_EVENTS = 10_000  # in one go: more is a machine that talks to itself
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class News:
-    """What is worth a line in the log: a level that lasts is signalled at every reading."""
-
-    def __init__(self) -> None:
-        self._told: dict[tuple[str | None, str], tuple[float, float]] = {}  # -> last seen, last told
-
-    def tell(self, signal: Signal) -> bool:
-        key = signal.uuid, signal.key
-        seen, told = self._told.get(key, (float("-inf"), float("-inf")))
-        again = signal.at - seen > _NEW_AFTER or signal.at - told > _TELL_AGAIN or signal.at < seen
-        self._told[key] = signal.at, signal.at if again else told
-        return again
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +114,7 @@ class Service:
         self.saved = True
         self._ready = False
         self._shown = self.host
-        self._news = News()
+        self._news = News(self.probe_interval)
         self._said = ""  # to systemd
         self._adopting = ""  # why further slots could not be read
 
@@ -231,8 +217,11 @@ class Service:
         """From a probe."""
         gpu = self.slot(signal.uuid)
         self.counters.signal("" if gpu is None else str(gpu), signal.key)
-        if self._news.tell(signal):
-            self.event("watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail)
+        if (again := self._news.tell(signal)) is not None:
+            self.event(
+                "watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail,
+                again=again or None,
+            )  # fmt: skip
         self.post(SignalSeen(signal))
 
     def slot(self, uuid: str | None) -> int | None:
@@ -290,6 +279,8 @@ class Service:
     def _record(self, record: Record) -> None:
         self.counters.transitions.inc(str(record.gpu), str(record.before), str(record.after))
         self.publisher.phases(record)
+        if record.after is State.PROBATION:
+            self._news.forget(record.uuid)
         self.event(
             "watchdog_transition", gpu=record.gpu, uuid=record.uuid, before=str(record.before),
             after=str(record.after), reason=record.reason, cause=record.cause, seconds=round(record.seconds, 3),
