@@ -152,13 +152,13 @@ def _maintenance(service: Service, arguments: Arguments, client: Client, timeout
         client.reply({"ok": True, "on": on, "changed": True, "note": note})
 
     resetting = service.host.resetting
-    if not on and service.host.maintenance is None and service.host.halt is None:
-        note = "there is no maintenance: nothing has changed"
-        client.reply({"ok": True, "on": False, "changed": False, "note": note})
-    elif on:
+    if on:
         do()
     elif resetting is not None:
         raise _reset_runs(resetting, service.host.gpus[resetting].uuid)
+    elif service.host.maintenance is None and service.host.halt is None:
+        note = "there is no maintenance: nothing has changed"
+        client.reply({"ok": True, "on": False, "changed": False, "note": note})
     else:
         _without_resets(service, sorted(service.host.gpus), client, timeout, do)
 
