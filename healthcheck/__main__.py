@@ -20,6 +20,7 @@ from appliance.arguments import seconds
 from appliance.hostconfig import HostConfig, HostConfigError, load_config
 from appliance.launcher.control_server import ControlServer
 from appliance.launcher.loop import Loop
+from appliance.launcher.state import say
 from appliance.log import ApplianceError, BusyError, ExitCode, report_error
 from appliance.notify import Notifier
 from appliance.paths import Paths
@@ -28,6 +29,7 @@ from healthcheck import requests
 from healthcheck.http_server import HttpServer
 from healthcheck.keeper import Keeper
 from healthcheck.policy import load_policy
+from healthcheck.policy_review import warnings
 from healthcheck.probes import NoProbes, Probes
 from healthcheck.service import Schedule, Service
 
@@ -80,6 +82,8 @@ def make_probes(config: HostConfig, args: argparse.Namespace, service: Service) 
 def run(paths: Paths, args: argparse.Namespace) -> int:
     lock(paths)
     config, policy = load_config(paths.config), load_policy(paths.healthcheck_config)
+    for warning in warnings(policy, load_policy()):
+        say(f"<4>{paths.healthcheck_config}: {warning}")
     (uid, group), loop = find_user(args.user), Loop()
     schedule = Schedule(args.interval, args.heartbeat, args.golden_interval)
     service = Service(

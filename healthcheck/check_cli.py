@@ -11,12 +11,14 @@ from appliance.control import WatchdogClient
 from appliance.log import ExitCode, emit_json, paint
 from appliance.paths import Paths
 from appliance.terminal import table, width_of
-from healthcheck.document import Document, chosen, read_document, worst
+from healthcheck.document import Document, chosen, read_document, silence, worst
 from healthcheck.types import Status
 
 EPILOG = """\
-exit codes: 0 nothing failed, 1 something failed, 3 nothing failed but something is unknown
-JSON: {"schema": 1, "status", "checks": [...], "gpus": [{"gpu", "uuid", "state", "status", "checks": [...]}]}
+exit codes: 0 nothing failed, 1 something failed, 3 nothing failed but something is unknown; 3 also where the watchdog
+does not run or has gone silent (--cached): what it saw last is no news of these GPUs
+JSON: {"schema": 1, "status", "running", "age_seconds", "silence": text | null,
+ "checks": [...], "gpus": [{"gpu", "uuid", "state", "status", "checks": [...]}]}
 """
 _COLORS = {Status.OK: "32", Status.DEGRADED: "33", Status.FAILED: "31", Status.UNKNOWN: "2"}
 _CODES = {Status.FAILED: ExitCode.FAILED, Status.UNKNOWN: ExitCode.INCONCLUSIVE}
@@ -38,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         document = read_document(paths)
     else:
         document = WatchdogClient(paths).call("check", golden=args.golden, timeout=args.timeout)["state"]
+        document |= {"running": True, "age_seconds": 0.0}
+    silent = silence(document)
     gpus = chosen(document, args.gpu, paths)
     rows = [*([] if args.gpu else document["checks"]), *(row for gpu in gpus for row in gpu["checks"])]
     status = worst(rows)
@@ -46,9 +50,15 @@ def run(args: argparse.Namespace) -> int:
             {key: gpu[key] for key in ("gpu", "uuid", "state", "checks")} | {"status": str(worst(gpu["checks"]))}
             for gpu in gpus
         ]
-        emit_json({"schema": 1, "status": str(status), "checks": document["checks"], "gpus": listed})
+        said = {"running": document["running"], "age_seconds": document["age_seconds"], "silence": silent}
+        emit_json({"schema": 1, "status": str(status), **said, "checks": document["checks"], "gpus": listed})
     else:
+        if silent is not None:
+            word = "SILENT" if document["running"] else "NOT RUNNING"
+            print(paint(f"{word}: {silent}", "31", sys.stdout))
         print("\n".join(_lines(document, gpus, hosts=not args.gpu)))
+    if silent is not None:
+        return ExitCode.INCONCLUSIVE
     if status is Status.DEGRADED and any(row["status"] == Status.UNKNOWN for row in rows):
         return ExitCode.INCONCLUSIVE
     return _CODES.get(status, ExitCode.DONE)

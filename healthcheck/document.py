@@ -1,8 +1,8 @@
 """What commands read of the watchdog: its state file, which everybody may read and which a dead watchdog leaves behind.
 
 Schema 1 (keys are only ever added; null is unknown; times are UTC seconds):
-  pid, since, status, backend, nvml ("on", "off", "scripted"), maintenance {reason, since} | null, breaker text | null,
-  checks [...] of the host, alerts [{at, gpu, text}], counters {name: number},
+  pid, since, status, backend, nvml ("on", "off", "scripted"), probe_interval, maintenance {reason, since} | null,
+  breaker text | null, checks [...] of the host (with unknown_since), alerts [{at, gpu, text}], counters {name: number},
   gpus [{gpu, uuid, state, reason, since, needs, attempts, resets, share, probed_at, checks [...], incident, phases}]
   where a check is {name, status: ok|degraded|failed|unknown, reason, value}
 """
@@ -18,9 +18,11 @@ from appliance.gpus import read_slots
 from appliance.log import ApplianceError, UsageError
 from appliance.paths import Paths
 from appliance.statefile import read_state
+from appliance.terminal import age
 from healthcheck.types import Check, Status
 
 SCHEMA = 1
+_LAUNCHER_SCHEMA = 1
 STALE_SECONDS = 120.0  # a watchdog that runs writes its file at every probe
 
 Document = dict[str, Any]
@@ -45,6 +47,19 @@ def read_document(paths: Paths) -> Document:
     return document
 
 
+def silence(document: Document) -> str | None:
+    """Why what it says may be long over, with the next step; None where the watchdog runs and tells."""
+    seconds = age(document["age_seconds"])
+    if not document["running"]:
+        return (
+            f"the watchdog does not run, nobody looks after these GPUs; last seen {seconds} ago: systemctl start "
+            "appliance-watchdog"
+        )
+    if document["age_seconds"] > STALE_SECONDS:
+        return f"the watchdog has said nothing for {seconds}; journalctl -u appliance-watchdog"
+    return None
+
+
 def _runs(pid: Any) -> bool:
     if type(pid) is not int:
         return False
@@ -55,6 +70,20 @@ def _runs(pid: Any) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def launchers(paths: Paths) -> set[int]:
+    """Slots whose launcher runs now, as far as their state files say."""
+    found = set()
+    for path in paths.run.glob("gpu*/state.json"):
+        number = path.parent.name.removeprefix("gpu")
+        try:
+            state = read_state(path, schema=_LAUNCHER_SCHEMA) or {}
+        except (OSError, ApplianceError):
+            continue  # not understood is not known; `appliance status` names it
+        if number.isascii() and number.isdecimal() and _runs(state.get("pid")):
+            found.add(int(number))
+    return found
 
 
 def check_row(check: Check) -> Document:

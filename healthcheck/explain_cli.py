@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 
 from appliance.arguments import add_common, set_epilog
-from appliance.log import ExitCode, emit_json
+from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
-from healthcheck.policy import Policy, action_name, load_policy, normalise_key
+from healthcheck.policy import Policy, PolicyError, action_name, load_policy, normalise_key
 
 EPILOG = """\
 examples:
   healthcheck explain 79                Xid 79
   healthcheck explain ecc:uncorrected
   healthcheck explain                   every rule, a line each
+exit codes: 0, 2 it is no signal, 4 the policy cannot be used
 JSON: {"schema": 1, "key", "pattern", "action", "needs", "title", "note", "source", "lines"}, or {"rules": [...]}
 """
 
@@ -28,7 +29,10 @@ def run(args: argparse.Namespace) -> int:
     policy = load_policy(Paths.default().healthcheck_config)
     if not args.key:
         return _all(policy, args.json)
-    key = normalise_key(" ".join(args.key))
+    try:
+        key = normalise_key(" ".join(args.key))
+    except PolicyError as error:
+        raise UsageError(error.message, hint=error.hint) from None
     rule, lines = policy.rule(key), policy.explain(key)
     if args.json:
         emit_json({

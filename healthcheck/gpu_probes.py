@@ -103,7 +103,7 @@ class GpuProbes:
         self._count_lost()
 
     def look(self) -> None:
-        self._nvml.read()
+        self._nvml.read(patient=True)
 
     def reread(self, uuid: str, done: Reread) -> None:
         waiting = _Waiting(
@@ -196,9 +196,9 @@ class GpuProbes:
 
     def checks(self, uuid: str) -> list[Check]:
         hang, reading = self._hung.get(uuid) or self._hung.get(None), self._nvml.readings.get(uuid)
-        if hang is not None:
-            return [_hung_check("NVML", hang)]
         age = self._nvml.age(uuid)
+        if hang is not None:
+            return [_hung_check("NVML", hang, age)]
         if reading is None or age is None:
             return [Check("NVML", Status.UNKNOWN, "not read yet")]
         if age > self._limits.reading_stale:
@@ -250,9 +250,10 @@ class GpuProbes:
             self._kmsg.close()
 
 
-def _hung_check(name: str, hang: Hang) -> Check:
+def _hung_check(name: str, hang: Hang, age: float | None = None) -> Check:
     times = "once" if hang.in_row == 1 else f"{hang.in_row} times in a row"
-    return Check(name, Status.UNKNOWN, f"NVML hung {times} for {hang.seconds:g} s, in {hang.stage}", hang.in_row)
+    text = f"NVML hung {times} for {hang.seconds:g} s, in {hang.stage}"
+    return Check(name, Status.UNKNOWN, text if age is None else f"{text}; last read {age:.0f} s ago", hang.in_row)
 
 
 def _remembered(path: Path) -> tuple[dict[str, Baseline], dict[str, str]]:

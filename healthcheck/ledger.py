@@ -21,14 +21,21 @@ from healthcheck.machine_types import Attempt, GpuState, Halt, HostState, Incide
 
 _VOLATILE = {"idle_since", "extra", "gpu"}
 _HOST = ("boot_id", "maintenance", "halt", "resetting", "failures", "alerts")
+_LOST = (
+    "once it is away: `appliance gpus bind`, start the watchdog, and see `healthcheck status`: a GPU that the watchdog "
+    "holds comes back as QUARANTINED, never unverified"
+)
 _HINT = "restore it from a backup, or fix the entry and start the watchdog again"
 
 
 def read_ledger(path: Path) -> HostState:
     """What the file says; no GPUs where there is none yet. StateError names the entry that is not understood: nothing
     is guessed about a GPU, and the file is left alone."""
-    entries = read_slots(path)
-    whole = read_state(path, schema=SCHEMA) or {}
+    try:
+        entries = read_slots(path)
+        whole = read_state(path, schema=SCHEMA) or {}
+    except StateError as error:
+        raise StateError(error.message, hint=f"{error.hint}; {_LOST}") from None
     gpus = {slot: _gpu(path, slot, entry) for slot, entry in sorted(entries.items())}
     kept = whole.get("watchdog", {})
     if not isinstance(kept, dict):

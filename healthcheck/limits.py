@@ -13,18 +13,23 @@ from msgspec import Meta
 
 from appliance.log import ApplianceError, ExitCode
 
+# Below these a watchdog only looks after itself; above them it does not look after anybody.
+_Probe = Annotated[float, Meta(ge=0.5, le=3600)]
+_Beat = Annotated[float, Meta(ge=0.1, le=3600)]
+_Golden = Annotated[float, Meta(ge=1, le=86400)]
+_Deadline = Annotated[float, Meta(ge=0.5, le=600)]
 _Seconds = Annotated[float, Meta(gt=0, le=86400)]
 _Samples = Annotated[int, Meta(ge=1, le=1000)]
 _Rate = Annotated[float, Meta(gt=0, le=1e12)]
 
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    probe_interval: _Seconds = 30.0  # s between two readings without an event
-    heartbeat_interval: _Seconds = 5.0  # s between two questions to an engine
-    golden_interval: _Seconds = 600.0  # s between two comparisons of an engine's golden answers and weights
+    probe_interval: _Probe = 30.0  # s between two readings without an event
+    heartbeat_interval: _Beat = 5.0  # s between two questions to an engine
+    golden_interval: _Golden = 600.0  # s between two comparisons of an engine's golden answers and weights
     # s for one GPU. A call that waits for a dead GSP returns after 45 s (open-gpu-kernel-modules #446), and one on a
     # GPU full of corrected errors may take as long (NVIDIA/DCGM #313): killed earlier, neither would ever be read.
-    probe_deadline: _Seconds = 60.0
+    probe_deadline: _Deadline = 60.0
     probe_misses: _Samples = 3  # hangs of one GPU in a row until it is signalled
     reading_stale: _Seconds = 180.0  # s: an older reading is unknown
     corrected_per_second: _Rate = 10.0  # DCGM's MAX_SBE_RATE; "a dummy value", as it says itself: alerts only

@@ -7,10 +7,13 @@ repeats commands, which may all be given twice, and forgets none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from healthcheck import machine_repair as repair
 from healthcheck import machine_triage as triage
 from healthcheck.machine_turn import Turn
 from healthcheck.machine_types import (
+    OUT,
     SERVING,
     Alert,
     Command,
@@ -18,13 +21,16 @@ from healthcheck.machine_types import (
     EngineFailed,
     EngineReady,
     Event,
+    FoundHeld,
     GpuState,
     HostState,
+    Incident,
     MaintenanceOff,
     MaintenanceOn,
     Needs,
     Rebooted,
     Rechecked,
+    Record,
     Reread,
     ResetDone,
     SetHealthy,
@@ -50,14 +56,22 @@ def step(host: HostState, event: Event, now: float, policy: Policy) -> tuple[Hos
     return turn.result(), turn.commands
 
 
-def start(host: HostState, now: float, boot_id: str, policy: Policy) -> tuple[HostState, list[Command]]:
-    """What the service begins with: after a crash the commands of the states that the GPUs are in, or Rebooted."""
+def start(
+    host: HostState, now: float, boot_id: str, policy: Policy, found: Iterable[FoundHeld] = ()
+) -> tuple[HostState, list[Command]]:
+    """What the service begins with: after a crash the commands of the states that the GPUs are in, or Rebooted.
+    `found`: the holds of ours that are in force. What the ledger does not explain is not let go."""
+    records: list[Command] = []
+    for held in found:
+        host, commands = step(host, held, now, policy)
+        records += [command for command in commands if isinstance(command, Record)]  # all others follow anyway
     if host.boot_id and host.boot_id != boot_id:
-        return step(host, Rebooted(boot_id), now, policy)
+        host, commands = step(host, Rebooted(boot_id), now, policy)
+        return host, records + commands
     turn = Turn(host, now, policy)
     turn.boot_id = boot_id
     turn.alerts.clear()  # one may have been lost in the crash: rather twice than never
-    turn.commands += resume(host, now, policy)
+    turn.commands += records + resume(host, now, policy)
     return turn.result(), turn.commands
 
 
@@ -97,7 +111,7 @@ def _handle(turn: Turn, event: Event) -> None:
 
 def _handle_gpu(
     turn: Turn,
-    event: Drained | Stopped | ResetDone | EngineReady | EngineFailed | WarmedUp | Verified | SetHealthy,
+    event: Drained | Stopped | ResetDone | EngineReady | EngineFailed | WarmedUp | Verified | FoundHeld | SetHealthy,
 ) -> None:
     match event:
         case Drained(gpu):
@@ -114,6 +128,8 @@ def _handle_gpu(
             _engine_failed(turn, gpu, detail)
         case Verified():
             _verified(turn, event)
+        case FoundHeld():
+            found_held(turn, event)
         case SetHealthy(gpu, reason):
             _set_healthy(turn, gpu, reason)
 
@@ -170,6 +186,20 @@ def _engine_failed(turn: Turn, gpu: int, detail: str) -> None:
         triage.signal(turn, signal)
     elif state.state in (State.HEALTHY, State.SUSPECT):
         turn.alert(gpu, "engine:failed", f"GPU {gpu}: its launcher gave the engine up: {detail}")
+
+
+def found_held(turn: Turn, event: FoundHeld) -> None:
+    """A hold that the ledger does not explain: it was lost, or it is one from before. The hold knows more than it does.
+
+    It explains a GPU that it knows to be held, and one that has come back since the hold was placed: there a crash came
+    between the ledger and the launcher. `issued` is when this GPU last changed its state, 0 where it never did."""
+    state = turn.gpus[event.gpu]
+    came_back = event.since is not None and event.since <= state.issued
+    if state.held or state.state in OUT or (came_back and state.issued > 0):
+        return
+    why = f"found held by the watchdog: {event.reason}; the ledger does not know why"
+    turn.update(event.gpu, incident=Incident("ledger:incomplete", why, Action.QUARANTINE, turn.now))
+    repair.quarantine(turn, event.gpu, Needs.HUMAN, f"{why}; `healthcheck set-healthy {event.gpu}` verifies it")
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
@@ -263,6 +293,8 @@ def _maintenance_on(turn: Turn, reason: str) -> None:
     """Hands off: what is held stays held; a reset that runs ends first."""
     turn.maintenance = reason
     for state in list(turn.gpus.values()):
+        if state.state is State.MAINTENANCE:
+            turn.update(state.gpu, reason=reason)  # a new reason for the same
         if state.state in (State.RESETTING, State.QUARANTINED, State.MAINTENANCE):
             continue
         turn.update(state.gpu, paused=state.state)

@@ -128,6 +128,15 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundHeld:
+    """The launcher holds this GPU for us: at the start, or when its slot is bound."""
+
+    gpu: int
+    reason: str  # of the hold
+    since: float | None  # when it was placed; None: not known
+
+
+@dataclass(frozen=True, slots=True)
 class SetHealthy:
     """A human says so: the GPU is verified and comes back; its attempts are forgotten; stopped automation goes on."""
 
@@ -160,6 +169,7 @@ Event: TypeAlias = (
     | EngineFailed
     | WarmedUp
     | Verified
+    | FoundHeld
     | Tick
     | SetHealthy
     | MaintenanceOn

@@ -1,32 +1,29 @@
-"""The watchdog's side of NVML: owns the child that calls it, asks, and kills it when it is late. Never blocks the loop.
+"""The watchdog's side of NVML: what is read of all GPUs, and what becomes of one that hangs.
 
-NvmlProbe.read -> Child (nvml_child.py, or scripted_nvml.py) -> _line -> on_reading for each GPU -> on_round.
-A GPU that hangs is named (the child says what it calls next), left out of the next rounds for a while, so that the
-others are read as before, and then tried again. A child that cannot even be killed stays behind; a few of those, and
-there are no more until one has ended: each holds what the driver holds.
+NvmlProbe.read -> nvml_reader.py:Reader -> on_reading for each GPU -> on_round.
+A GPU that hangs is named (the child says what it calls next) and is read by a child of its own from then on
+(`Suspect`), so that the others are read as before: tried again at the next probe, at once where something asks for it,
+and back among the others after GOOD_READINGS. Only hangs in a row make the tries rarer, and never rarer than every
+MAX_SIT_OUT + 1 probes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass
 
 from appliance.launcher.loop import Loop, Timer
-from healthcheck.child import Child
-from healthcheck.nvml_protocol import MAX_LINE_BYTES, Begin, Done, Event, Gpu, Message, Request
+from healthcheck.nvml_protocol import Begin, Done, Event, Gpu
+from healthcheck.nvml_reader import _RESTART_SECONDS, MAX_UNKILLABLE, Behind, Reader, Round
 from healthcheck.types import GpuReading
 
-CLOSE_SECONDS = 10.0  # nvmlShutdown, then the child is killed
-MAX_UNKILLABLE = 2
-EVENT_SECONDS = 1.0  # between two readings that events bring about
-_RESTART_SECONDS = (1.0, 60.0)  # after a child's end: the first wait, doubled up to the longest
-_SKIP_SECONDS = (60.0, 600.0)  # a GPU that hung is left alone: likewise
+__all__ = ["MAX_UNKILLABLE", "Hang", "NvmlProbe", "Round", "Suspect", "child_command"]
 
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Message).decode
+EVENT_SECONDS = 1.0  # between two readings that events bring about
+GOOD_READINGS = 3  # in a row, until a GPU that hung is read together with the others again
+PATIENCE = 3  # hangs in a row without any back-off: as many as [limits] probe_misses has by default
+MAX_SIT_OUT = 3  # probes that are left out between two tries at most
 
 
 def child_command(script: str | None = None) -> list[str]:
@@ -45,34 +42,8 @@ class Hang:
     in_row: int  # of this GPU (or of none in particular), without a reading in between
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The end of one reading of all GPUs."""
-
-    ok: bool
-    error: str | None  # nvml_protocol.Done.error, or "bad_answer", "ended", "no_process"
-    detail: str
-    driver: str | None
-    read: tuple[str, ...]  # UUIDs in this round, also those whose reading says that they are lost
-    skipped: tuple[str, ...]  # hung lately
-    unread: Mapping[str, str] = field(default_factory=dict)
-    deaf: Mapping[str, str] = field(default_factory=dict)
-
-
-class Backoff:
-    """Waits that double up to the longest."""
-
-    def __init__(self, first_and_longest: tuple[float, float]) -> None:
-        self._first, self._longest = first_and_longest
-        self.count = 0
-
-    def next(self) -> float:
-        self.count += 1
-        return float(min(self._first * 2 ** min(self.count - 1, 20), self._longest))
-
-
-class NvmlProbe:
-    """One child at a time. `read` is cheap to call: what is under way is finished first, then it is read once more."""
+class NvmlProbe(Reader):
+    """Reads all GPUs but suspects, which have a child of their own each."""
 
     def __init__(
         self, loop: Loop, command: Sequence[str], deadline: float, on_reading: Callable[[GpuReading], None],
@@ -82,232 +53,162 @@ class NvmlProbe:
         """`deadline`: seconds for one step, that is one GPU. A call that waits for a dead GSP returns after 45 s, and a
         GPU full of corrected errors has been seen to take as long: 60 is a good one. `known`: PCI -> UUID of the GPUs
         of this host, as the driver's /proc shows them; what NVML says is added."""
-        self._loop, self._command, self._deadline = loop, list(command), deadline
+        super().__init__(loop, command, deadline, Behind())
         self._on_reading, self._on_event, self._on_hang, self._on_round = on_reading, on_event, on_hang, on_round
         self.readings: dict[str, GpuReading] = {}
         self.known = dict(known or {})
-        self.hangs = self.crashes = self.unkillable = 0  # unkillable: now; the others since the start
+        self.hangs = 0  # since the start
+        self.suspects: dict[str, Suspect] = {}
         self._read_at: dict[str, float] = {}  # loop time
-        self._child: Child | None = None
-        self._leaving = 0
-        self._closed = False
-        self._close_done: list[Callable[[], None]] = []
-        self._number = 0
-        self._asked = self._wanted = False
-        self._begun = Begin("request")
-        self._seen: list[str] = []
-        self._timer: Timer | None = None  # of the answer under way
-        self._restart: Timer | None = None
+        self._nameless = 0  # hangs in a row of no GPU in particular
         self._event_read: Timer | None = None
         self._event_read_at = -EVENT_SECONDS
-        self._restarts = Backoff(_RESTART_SECONDS)
-        self._skips: dict[str | None, Backoff] = {}
-        self._skip_until: dict[str, float] = {}
-
-    # -- asking
-    @property
-    def state(self) -> str:
-        """closed | idle | reading | waiting (to start the child again) | stuck (children that cannot be killed)."""
-        if self._closed:
-            return "closed"
-        if self._asked:
-            return "reading"
-        if self._child is None and self.unkillable >= MAX_UNKILLABLE:
-            return "stuck"
-        return "idle" if self._restart is None else "waiting"
 
     @property
-    def pid(self) -> int | None:
-        return self._child.pid if self._child is not None else None
+    def unkillable(self) -> int:
+        """Children that hang in the driver now."""
+        return self.behind.total()
 
     def age(self, uuid: str) -> float | None:
         """Seconds since this GPU was last read; None: never."""
         at = self._read_at.get(uuid)
         return None if at is None else self._loop.time() - at
 
-    def read(self) -> bool:
-        """Reads all GPUs as soon as that is possible. False: not now (closed, or stuck)."""
-        if self._closed or self.state == "stuck":
-            return False
-        if self._asked or self._restart is not None:
-            self._wanted = True
-            return True
-        if self._child is None and not self._start():
-            return True
-        self._ask()
-        return True
+    def read(self, *, patient: bool = False) -> bool:
+        """Reads all GPUs as soon as that is possible. False: not now (closed, or stuck). `patient`: just another probe,
+        where a GPU that hangs again and again may be left out."""
+        if not self._closed:
+            for suspect in list(self.suspects.values()):
+                suspect.turn(patient=patient)
+        return self.ask()
 
-    def _start(self) -> bool:
-        try:
-            self._child = Child(self._loop, self._command, MAX_LINE_BYTES, self._line, self._ended)
-        except OSError as error:
-            self._failed("no_process", f"{self._command[0]}: {error}")
-            return False
-        return True
+    def _request(self) -> tuple[dict[str, str], list[str]]:
+        return self.known, list(self.suspects)
 
-    def _ask(self) -> None:
-        assert self._child is not None
-        now = self._loop.time()
-        self._skip_until = {uuid: until for uuid, until in self._skip_until.items() if until > now}
-        self._number += 1
-        self._asked, self._wanted, self._seen = True, False, []
-        self._begun = Begin("request")
-        self._await()
-        self._child.send(_encode(Request(self._number, "read", self.known, list(self._skip_until))) + b"\n")
+    # -- what the children say
+    def _event(self, event: Event) -> None:
+        self.event(event)
 
-    def _await(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.later(self._deadline, self._late)
-
-    # -- what the child says
-    def _line(self, line: bytes) -> None:
-        try:
-            message = _decode(line)
-        except (msgspec.DecodeError, ValueError) as error:
-            self._broken(f"{line[:100]!r}: {error}")
-            return
-        if message.event is not None:
-            self._read_for_event()
-            self._on_event(message.event)
-        elif not self._asked or message.id != self._number:
-            self._broken("an answer that nobody waits for")
-        elif message.done is not None:
-            self._done(message.done)
-        else:
-            self._await()  # it makes progress
-            if message.begin is not None:
-                self._begun = message.begin
-            if message.gpu is not None:
-                self._reading(message.gpu)
-
-    def _read_for_event(self) -> None:
-        """At once, but no more often than EVENT_SECONDS: the levels say what an event means."""
+    def event(self, event: Event) -> None:
+        """Of any child. Read at once, but no more often than EVENT_SECONDS: the levels say what an event means."""
         if self._event_read is None:
             wait = max(0.0, self._event_read_at + EVENT_SECONDS - self._loop.time())
             self._event_read = self._loop.later(wait, self._event_reading)
+        self._on_event(event)
 
     def _event_reading(self) -> None:
         self._event_read, self._event_read_at = None, self._loop.time()
         self.read()
 
-    def _reading(self, gpu: Gpu) -> None:
+    def _gpu(self, gpu: Gpu) -> None:
+        if gpu.uuid not in self.suspects:
+            self.keep(gpu)
+
+    def keep(self, gpu: Gpu) -> None:
+        """A reading, by any child."""
         reading = GpuReading(gpu.uuid, gpu.at, dict(gpu.fields), dict(gpu.unknown), gpu.error)
-        self._seen.append(gpu.uuid)
         self.readings[gpu.uuid] = reading
         self._read_at[gpu.uuid] = self._loop.time()
-        self._skips.pop(gpu.uuid, None)
         pci = gpu.fields.get("pci")
         if isinstance(pci, str) and gpu.error != "not_found":
             self.known[pci] = gpu.uuid
         self._on_reading(reading)
 
-    def _done(self, done: Done) -> None:
-        self._over()
-        self._restarts.count = 0
-        self._skips.pop(None, None)
-        self._on_round(
-            Round(done.ok, done.error, done.detail, done.driver, tuple(self._seen), tuple(self._skip_until),
-                  done.unread, done.deaf)
-        )  # fmt: skip
-        if self._wanted:
-            self.read()
-
-    def _over(self) -> None:
-        self._asked = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _round(self, ok: bool, error: str | None, detail: str, done: Done | None) -> None:
+        seen, skipped = tuple(self._seen), tuple(self.suspects)
+        if done is None:
+            return self._on_round(Round(ok, error, detail, None, seen, skipped))
+        self._nameless = 0
+        self._on_round(Round(ok, error, detail, done.driver, seen, skipped, done.unread, done.deaf))
 
     # -- what goes wrong
-    def _late(self) -> None:
-        begun = self._begun
-        self.hangs += 1
-        counter = self._skips.setdefault(begun.uuid, Backoff(_SKIP_SECONDS))
-        wait = counter.next()
-        if begun.uuid is not None:
-            self._skip_until[begun.uuid] = self._loop.time() + wait
-        self._kill()
-        self._wait_for_restart(_RESTART_SECONDS[0] if begun.uuid is not None else self._restarts.next())
-        self._on_hang(Hang(begun.uuid, begun.stage, self._deadline, counter.count))
-
-    def _broken(self, detail: str) -> None:
-        self.crashes += 1
-        self._kill()
-        self._failed("bad_answer", detail)
-
-    def _ended(self, code: int) -> None:
-        self._child = None
-        self.crashes += 1
-        self._failed("ended", f"the child ended with {code}")
-
-    def _failed(self, error: str, detail: str) -> None:
-        self._over()
-        self._wait_for_restart(self._restarts.next())
-        self._on_round(Round(False, error, detail, None, tuple(self._seen), tuple(self._skip_until)))
-
-    def _kill(self) -> None:
-        self._over()
-        child, self._child = self._child, None
-        if child is not None:
-            self._leaving += 1
-            child.kill(self._farewell())
-
-    def _wait_for_restart(self, seconds: float) -> None:
-        """The round that did not end is done again then."""
-        self._wanted = True
-        if self._restart is None and not self._closed:
-            self._restart = self._loop.later(seconds, self._restarted)
-
-    def _restarted(self) -> None:
-        self._restart = None
-        if self._wanted:
-            self.read()
-
-    def _farewell(self) -> Callable[[bool], None]:
-        """What follows the end of a child, or the discovery that it does not end."""
-        given_up = False
-
-        def gone(ended: bool) -> None:
-            nonlocal given_up
-            if not given_up:
-                self._leaving -= 1
-            if ended and given_up:
-                self.unkillable -= 1
-            elif not ended:
-                given_up = True
-                self.unkillable += 1
-            self._closed_if_gone()
-
-        return gone
-
-    # -- closing, for a reset
-    def close(self, done: Callable[[], None]) -> None:
-        """Ends the child, so that NVML is closed for certain, and calls `done` once it has ended; later than
-        CLOSE_SECONDS + child.KILL_SECONDS it does so anyway, and the GPU's holders will name the child that is left."""
-        self._closed = True
-        self._close_done.append(done)
-        self._over()
-        if self._restart is not None:
-            self._restart.cancel()
-            self._restart = None
-        child, self._child = self._child, None
-        if child is not None:
-            self._leaving += 1
-            child.leave(_encode(Request(0, "quit")) + b"\n", CLOSE_SECONDS, self._farewell())
+    def _hung(self, begun: Begin) -> None:
+        if begun.uuid is None:
+            self._nameless += 1
+            self._wait_for_restart(self._restarts.next())
+            self.tell(Hang(None, begun.stage, self._deadline, self._nameless))
         else:
-            self._loop.later(0, self._closed_if_gone)
+            self._wait_for_restart(_RESTART_SECONDS[0])  # the others
+            suspect = self.suspects.setdefault(begun.uuid, Suspect(self, begun.uuid))
+            suspect.count(begun.stage)
 
-    def _closed_if_gone(self) -> None:
-        if self._leaving == 0:
-            waiting, self._close_done = self._close_done, []
-            for done in waiting:
+    def tell(self, hang: Hang) -> None:
+        """By any child."""
+        self.hangs += 1
+        self._on_hang(hang)
+
+    # -- for a reset
+    def close(self, done: Callable[[], None]) -> None:
+        """All children: Reader.close."""
+        left = 1 + len(self.suspects)
+
+        def one() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
                 done()
+
+        suspects, self.suspects = list(self.suspects.values()), {}
+        super().close(one)
+        for suspect in suspects:
+            suspect.close(one)
 
     def open(self) -> None:
         """Reads again, all GPUs: after a reset what hung before may not."""
         self._closed = False
-        self._skips.clear()
-        self._skip_until.clear()
         self._restarts.count = 0
         self.read()
+
+
+class Suspect(Reader):
+    """A GPU that hung, read by a child of its own."""
+
+    def __init__(self, owner: NvmlProbe, uuid: str) -> None:
+        super().__init__(owner._loop, owner._command, owner._deadline, owner.behind)
+        self._owner, self._uuid = owner, uuid
+        self.in_row = 0  # hangs
+        self._good = 0  # readings in a row
+        self._sit_out = 0  # probes that are still to be left out
+
+    def turn(self, *, patient: bool) -> None:
+        """Tries again, unless it hangs so often that this probe is left out. One whose child could not be killed hangs
+        as long as that is there: nothing is learnt from a second one."""
+        if patient and self._sit_out > 0:
+            self._sit_out -= 1
+        elif self.behind[self._uuid] > 0:
+            if patient:
+                self.count(f"{self._uuid}: its child cannot be killed")
+        else:
+            self.ask()
+
+    def count(self, stage: str) -> None:
+        """One more hang."""
+        self.in_row += 1
+        self._good = 0
+        self._sit_out = min(max(0, self.in_row - PATIENCE + 1), MAX_SIT_OUT)
+        self._owner.tell(Hang(self._uuid, stage, self._deadline, self.in_row))
+
+    def _request(self) -> tuple[dict[str, str], list[str]]:
+        known = self._owner.known
+        return known, sorted({*known.values(), *self._owner.readings} - {self._uuid})
+
+    def _gpu(self, gpu: Gpu) -> None:
+        if gpu.uuid == self._uuid:
+            self.in_row = self._sit_out = 0
+            self._good += 1
+            self._owner.keep(gpu)
+
+    def _event(self, event: Event) -> None:
+        self._owner.event(event)
+
+    def _hung(self, begun: Begin) -> None:
+        self._wanted = False
+        self.count(begun.stage)
+
+    def _round(self, ok: bool, error: str | None, detail: str, done: Done | None) -> None:
+        """Back to the others; at once where NVML does not list it any more: who is missing is judged there."""
+        reading = self._owner.readings.get(self._uuid)
+        gone = bool(self._seen) and reading is not None and reading.error == "not_found"
+        if (self._good >= GOOD_READINGS or gone) and self._owner.suspects.get(self._uuid) is self:
+            del self._owner.suspects[self._uuid]
+            self.close(lambda: None)

@@ -17,6 +17,7 @@ from msgspec import Meta
 from appliance.statefile import StateError, read_bounded
 from appliance.tomlfile import NotToml, parse_toml
 from healthcheck.machine_types import Needs
+from healthcheck.policy_review import refuse
 from healthcheck.policy_types import (
     KEY,
     RANGE,
@@ -112,16 +113,19 @@ _SECTIONS: dict[str, type[Table]] = {
 }
 
 
+_KNOWN = ", ".join(("schema", *(f"[{name}]" for name in (*_SECTIONS, "limits")), "[[rule]]", "[[together]]"))
+
+
 def _build(data: bytes, where: str, base: Policy | None) -> Policy:
     try:
         table = parse_toml(data, where)
     except NotToml as error:
         raise PolicyError(error.message, hint=error.hint) from None
-    schema = table.pop("schema", None)
+    schema = table.pop("schema", None if base is None else SCHEMA)  # an override may leave it out, as appliance.toml
     if schema != SCHEMA or type(schema) is not int:
         raise PolicyError(f"{where}: schema {schema!r}, this version reads {SCHEMA}", hint=f"write schema = {SCHEMA}")
     if unknown := sorted(set(table) - set(_SECTIONS) - {"rule", "together", "limits"}):
-        raise PolicyError(f"{where}: unknown key {unknown[0]!r}", hint=f"known: {', '.join(_SECTIONS)}, rule, together")
+        raise PolicyError(f"{where}: unknown key {unknown[0]!r}", hint=f"known: {_KNOWN}")
     sections: dict[str, Any] = {name: _section(table, name, base, where) for name in _SECTIONS}
     limits = table.get("limits", {})
     if not isinstance(limits, dict):
@@ -135,6 +139,7 @@ def _build(data: bytes, where: str, base: Policy | None) -> Policy:
             fresh[pattern] = where
             rules[pattern] = _rule(row, pattern, base, where)
     _check_overlaps(rules, where)
+    refuse(rules)
     together = {pair.keys: pair for pair in base.together} if base else {}
     for row in _rows(table, "together", where):
         pair = _together(row, rules, together.get(frozenset(row.keys)), where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from appliance.arguments import add_common, set_epilog
@@ -10,10 +11,11 @@ from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
 from healthcheck.limits import read_limits
 from healthcheck.policy import load_policy
+from healthcheck.policy_review import warnings
 
 EPILOG = """\
 Without FILE: /etc/appliance/healthcheck.toml, where there is one, on top of what is shipped.
-exit codes: 0 it can be used; 4 it cannot, the message names the row
+exit codes: 0 it can be used, perhaps with warnings; 4 it cannot, the message names the row
 """
 
 
@@ -31,9 +33,13 @@ def run(args: argparse.Namespace) -> int:
     policy = load_policy(path)
     read_limits(policy.limits)
     overridden = path.exists()
+    warned = list(warnings(policy, load_policy()))
     if args.json:
-        emit_json({"schema": 1, "file": str(path) if overridden else None, "rules": len(policy.rules), "ok": True})
+        file = str(path) if overridden else None
+        emit_json({"schema": 1, "file": file, "rules": len(policy.rules), "ok": True, "warnings": warned})
     else:
+        for warning in warned:
+            print(f"warning: {warning}", file=sys.stderr)
         where = f"with {path}" if overridden else "as shipped; nothing is overridden"
         print(f"ok: {len(policy.rules)} rules, {where}")
     return ExitCode.DONE

@@ -190,6 +190,10 @@ class Policy:
         rule = self.rule(key)
         needs = f" (then {rule.needs} is asked for)" if rule.action >= Action.RESTART_ENGINE else ""
         lines = [f"{key}: {rule.title}", f"action: {action_name(rule.action)}{needs}"]
+        if rule is UNKNOWN_RULE:
+            lines.append("no rule names it, nor its family: nothing of ours signals it, as far as this policy knows")
+        elif rule.pattern.endswith(":*"):
+            lines.append(f"no rule names it: this is the catch-all {rule.pattern}")
         lines += [text for wanted, text in _remarks(rule, self) if wanted]
         for pair in self.together:
             if key in pair.keys:

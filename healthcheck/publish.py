@@ -12,6 +12,7 @@ from appliance.launcher.state import StateFile
 from healthcheck import metrics
 from healthcheck.document import SCHEMA, Document, check_row
 from healthcheck.machine_types import GpuState, Incident, Record, State
+from healthcheck.types import Status
 
 if TYPE_CHECKING:
     from healthcheck.service import Service
@@ -24,6 +25,7 @@ class Publisher:
         self._service, self._file = service, file
         self._since = round(time.time(), 3)
         self._phases: dict[int, dict[str, float]] = {}
+        self._unknown: dict[str, float] = {}  # checks of the host -> since when
 
     def phases(self, record: Record) -> None:
         """Remembers how long each part of the last incident took; several turns of one part add up."""
@@ -51,12 +53,13 @@ class Publisher:
             "status": self._status(),
             "backend": service.backend,
             "nvml": service.probes.kind,
+            "probe_interval": service.probe_interval,
             "test": service.test,
             "maintenance": maintenance,
             "breaker": host.halt.reason if host.halt is not None else None,
             "saved": service.saved,
             "resetting": host.resetting,
-            "checks": [check_row(check) for check in service.probes.host_checks()],
+            "checks": self._host_checks(),
             "gpus": [self._gpu(host.gpus[slot]) for slot in sorted(host.gpus)],
             "alerts": list(service.alerts),
             "counters": {
@@ -64,6 +67,13 @@ class Publisher:
                 "kernel_log_lost": sum(service.counters.lost.values.values()),
             },
         }
+
+    def _host_checks(self) -> list[Document]:
+        """With "unknown_since" where that is what it is."""
+        rows, before = [check_row(check) for check in self._service.probes.host_checks()], self._unknown
+        unknown = [row["name"] for row in rows if row["status"] == Status.UNKNOWN]
+        self._unknown = {name: before.get(name, round(time.time(), 3)) for name in unknown}
+        return [row | {"unknown_since": self._unknown.get(row["name"])} for row in rows]
 
     def _maintenance_since(self) -> float:
         """When the first GPU was put aside: all are at once."""
@@ -112,7 +122,7 @@ class Publisher:
             healthy += gpu.state is State.HEALTHY
             if gpu.state not in (State.HEALTHY, State.MAINTENANCE):
                 parts.append(f"gpu {slot} {gpu.state}: {gpu.reason}")
-        parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy")
+        parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy" if host.gpus else "no GPU slot is bound")
         return "; ".join(parts)
 
     # -- over HTTP

@@ -89,7 +89,8 @@ def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout
         service.post(SetHealthy(gpu, reason))
         service.publisher.now()  # the state file says so before the reply does
         state = service.host.gpus[gpu]
-        client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}: {state.reason}"})
+        why = f": {state.reason}" if state.reason else ""
+        client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}{why}"})
 
     _refuse_repaired(service, gpu)
     if service.host.gpus[gpu].state is State.QUARANTINED:  # the only one of these that starts an engine
@@ -148,13 +149,16 @@ def _maintenance(service: Service, arguments: Arguments, client: Client, timeout
         service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
         service.publisher.now()
         note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
-        client.reply({"ok": True, "on": on, "note": note})
+        client.reply({"ok": True, "on": on, "changed": True, "note": note})
 
     resetting = service.host.resetting
     if on:
         do()
     elif resetting is not None:
         raise _reset_runs(resetting, service.host.gpus[resetting].uuid)
+    elif service.host.maintenance is None and service.host.halt is None:
+        note = "there is no maintenance: nothing has changed"
+        client.reply({"ok": True, "on": False, "changed": False, "note": note})
     else:
         _without_resets(service, sorted(service.host.gpus), client, timeout, do)
 

@@ -6,7 +6,6 @@ What is on disk is enough to go on after a kill at any moment: start() gives the
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from healthcheck.engine_probe import EngineProbe
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
 from healthcheck.keeper import Keeper
+from healthcheck.leftovers import found_holds
 from healthcheck.limits import read_limits
 from healthcheck.machine import start, step
 from healthcheck.machine_types import (
@@ -34,6 +34,7 @@ from healthcheck.machine_types import (
     Event,
     Hold,
     HostState,
+    MaintenanceOn,
     Rechecked,
     Record,
     Reread,
@@ -44,6 +45,7 @@ from healthcheck.machine_types import (
     Verified,
 )
 from healthcheck.metrics import Counters
+from healthcheck.news import News
 from healthcheck.policy import Policy
 from healthcheck.probes import Probes
 from healthcheck.publish import Publisher
@@ -55,23 +57,8 @@ from healthcheck.verification import Found
 _TICK = 1.0  # s: launchers' files, deadlines of the machine
 _AFTER = 0.005  # s: a deadline is over then, also by a clock that was rounded
 _PING = 5.0  # s at most between two WATCHDOG=1
-_NEW_AFTER, _TELL_AGAIN = 180.0, 3600.0  # s: a signal that was away; one that stays
 _MAX_EVENTS = 10_000  # in one go: more is a machine that talks to itself
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class News:
-    """What is worth a line in the log: a level that lasts is signalled at every reading."""
-
-    def __init__(self) -> None:
-        self._told: dict[tuple[str | None, str], tuple[float, float]] = {}  # -> last seen, last told
-
-    def tell(self, signal: Signal) -> bool:
-        key = signal.uuid, signal.key
-        seen, told = self._told.get(key, (float("-inf"), float("-inf")))
-        again = signal.at - seen > _NEW_AFTER or signal.at - told > _TELL_AGAIN or signal.at < seen
-        self._told[key] = signal.at, signal.at if again else told
-        return again
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +114,7 @@ class Service:
         self.saved = True
         self._ready = False
         self._shown = self.host
-        self._news = News()
+        self._news = News(self.probe_interval)
         self._said = ""  # to systemd
         self._adopting = ""  # why further slots could not be read
 
@@ -136,7 +123,8 @@ class Service:
         self._bound()
         self._look()
         self.event("watchdog_started", boot_id=self.boot_id, nvml=self.probes.kind, test=self.test or None)
-        self.host, commands = start(self.host, time.time(), self.boot_id, self.policy)
+        held = list(found_holds(self.paths, self.host.gpus))
+        self.host, commands = start(self.host, time.time(), self.boot_id, self.policy, held)
         for slot, gpu in self.host.gpus.items():
             if gpu.state is not State.RESETTING and slot != self.host.resetting:
                 self._results.noted(gpu.uuid)
@@ -229,8 +217,11 @@ class Service:
         """From a probe."""
         gpu = self.slot(signal.uuid)
         self.counters.signal("" if gpu is None else str(gpu), signal.key)
-        if self._news.tell(signal):
-            self.event("watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail)
+        if (again := self._news.tell(signal)) is not None:
+            self.event(
+                "watchdog_signal", gpu=gpu, key=signal.key, source=signal.source, detail=signal.detail,
+                again=again or None,
+            )  # fmt: skip
         self.post(SignalSeen(signal))
 
     def slot(self, uuid: str | None) -> int | None:
@@ -288,6 +279,8 @@ class Service:
     def _record(self, record: Record) -> None:
         self.counters.transitions.inc(str(record.gpu), str(record.before), str(record.after))
         self.publisher.phases(record)
+        if record.after is State.PROBATION:
+            self._news.forget(record.uuid)
         self.event(
             "watchdog_transition", gpu=record.gpu, uuid=record.uuid, before=str(record.before),
             after=str(record.after), reason=record.reason, cause=record.cause, seconds=round(record.seconds, 3),
@@ -338,14 +331,16 @@ class Service:
                 say(f"<4>{self.paths.gpus}: {error}")
             self._adopting = str(error)
             return
-        self._shown = self.host
-        self._news = News()
-        self._said = ""  # to systemd
         self._adopting = ""
         if host is not self.host:
+            new = host.gpus.keys() - self.host.gpus.keys()
             self.host = host
             self.event("watchdog_adopted", slots=sorted(host.gpus))
             self._bound()
+            for held in found_holds(self.paths, sorted(new)):
+                self.post(held)
+            if host.maintenance is not None:
+                self.post(MaintenanceOn(host.maintenance))  # it is for the new ones, too
 
     def _look(self) -> None:
         slots = list(self.host.gpus)
@@ -367,7 +362,7 @@ class Service:
 
     def _probe(self) -> None:
         self.probes.look()
-        self.loop.later(self.schedule.probe or self.limits.probe_interval, self._probe)
+        self.loop.later(self.probe_interval, self._probe)
 
     def _ping(self) -> None:
         """From the loop itself: it has come round."""
@@ -388,5 +383,5 @@ class Service:
             self._said = status
 
     @property
-    def pid(self) -> int:
-        return os.getpid()
+    def probe_interval(self) -> float:
+        return self.schedule.probe or self.limits.probe_interval

@@ -12,13 +12,14 @@ from appliance.arguments import add_common, set_epilog
 from appliance.log import ExitCode, emit_json, paint
 from appliance.paths import Paths
 from appliance.terminal import age, cut, mark, width_of
-from healthcheck.document import STALE_SECONDS, Document, read_document, worst
+from healthcheck.document import Document, launchers, read_document, silence, worst
 from healthcheck.types import Status
 
 EPILOG = """\
 exit codes: 0 every GPU is healthy and the watchdog runs; 1 something is not (the lines say what)
 JSON: the watchdog's state file with "running", "age_seconds" and "problems"; healthcheck/document.py has its keys.
 """
+_GRACE = 5.0  # s: a probe takes its time
 _MARKS = {"HEALTHY": "good", "QUARANTINED": "bad", "MAINTENANCE": "held"}
 _STATUS_WORDS = {Status.OK: "all checks ok", Status.UNKNOWN: "some checks unknown", Status.DEGRADED: "degraded"}
 
@@ -29,8 +30,9 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 
 def run(args: argparse.Namespace) -> int:
-    document = read_document(Paths.default())
-    document["problems"] = list(problems(document))
+    paths = Paths.default()
+    document = read_document(paths)
+    document["problems"] = [*unbound(document, paths), *problems(document), *unread(document, time.time())]
     if args.json:
         emit_json(document)
     else:
@@ -38,12 +40,36 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.FAILED if document["problems"] else ExitCode.DONE
 
 
+def unbound(document: Document, paths: Paths) -> Iterator[str]:
+    """Slots whose launcher runs and that the ledger does not have; no slots at all."""
+    known = {gpu["gpu"] for gpu in document["gpus"]}
+    if launched := sorted(launchers(paths) - known):
+        names = ", ".join(map(str, launched))
+        yield f"nobody watches GPU slot {names}, whose launcher runs: gpus.json does not have it; appliance gpus bind"
+    elif not known:
+        yield "no GPU slot is bound, so no GPU is watched: appliance gpus bind"
+
+
+def unread(document: Document, now: float) -> Iterator[str]:
+    """What a watchdog that runs has not got to know for two probes: unknown is not "all well"."""
+    if not document["running"] or document["nvml"] == "off":
+        return
+    limit = 2 * document.get("probe_interval", 30.0) + _GRACE  # absent: a watchdog of before, until it is restarted
+    for gpu in document["gpus"]:
+        seconds = now - max(gpu["probed_at"] or 0, document["since"])  # 0: not since it runs
+        if seconds > limit and gpu["state"] != "RESETTING":  # NVML is closed for that
+            why = next((row["reason"] for row in gpu["checks"] if row["name"] == "NVML"), "NVML does not tell")
+            yield f"gpu {gpu['gpu']} has not been read for {age(seconds)}, a fault would not be seen: {why}"
+    for row in document["checks"]:  # without the kernel's log NVML's levels stand: that is no problem by itself
+        since = row.get("unknown_since") if row["name"] == "GPUs" else None
+        if since is not None and now - since > limit:
+            yield f"{row['name']} has not been known for {age(now - since)}: {row['reason']}"
+
+
 def problems(document: Document) -> Iterator[str]:
     """One line each, with the next step."""
-    if not document["running"]:
-        yield "the watchdog does not run: nobody looks after these GPUs; systemctl start appliance-watchdog"
-    elif document["age_seconds"] > STALE_SECONDS:
-        yield f"the watchdog has said nothing for {age(document['age_seconds'])}; journalctl -u appliance-watchdog"
+    if silent := silence(document):
+        yield silent
     if document["breaker"]:
         yield f"automation is stopped: {document['breaker']}"
     for gpu in document["gpus"]:

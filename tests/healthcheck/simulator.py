@@ -21,6 +21,7 @@ from healthcheck.machine_types import (
     Drained,
     EngineReady,
     Event,
+    FoundHeld,
     GpuState,
     Hold,
     HostState,
@@ -121,6 +122,8 @@ class Gpu:
     uuid: str
     fault: Fault | None = None
     hold: str | None = None
+    held_since: float = 0.0  # by the clock of then
+    forgotten: bool = False  # held, and the ledger that knew why is lost
     share: float = 1.0
     ready_at: float | None = 0.0  # of the engine; None: there is none
     started: float = 0.0  # by the clock of then
@@ -173,7 +176,8 @@ class World:
     def restart(self) -> None:
         """The watchdog begins: from the ledger, which it reads from the disk."""
         write_ledger(self.file, self.ledger)
-        self.host, commands = start(read_ledger(self.file), self.clock(), f"boot-{self.boot}", self.policy)
+        found = [FoundHeld(n, "simulated", gpu.held_since) for n, gpu in self.gpus.items() if gpu.hold]
+        self.host, commands = start(read_ledger(self.file), self.clock(), f"boot-{self.boot}", self.policy, found)
         self.ledger = self.host
         self.pending = []
         for gpu in self.gpus.values():
@@ -187,9 +191,21 @@ class World:
         self.advance(seconds)
         self.restart()
 
+    def lose_ledger(self, before: HostState | None = None) -> None:
+        """The slots are bound anew; with `before` a backup of then comes back. Nobody knows of attempts any more."""
+        for gpu in self.gpus.values():
+            gpu.forgotten = gpu.hold is not None
+            gpu.resets.clear()
+        since = self.clock()
+        self.ledger = before or HostState(gpus={n: GpuState(n, gpu.uuid, since=since) for n, gpu in self.gpus.items()})
+        self.file.unlink(missing_ok=True)
+        self.crash()
+
     def feed(self, event: Event) -> None:
         """One step; perhaps the watchdog dies in it."""
         self.steps += 1
+        if isinstance(event, Verified) and event.ok and self.host.gpus[event.gpu].state is State.VERIFY:
+            self.gpus[event.gpu].forgotten = False
         before = self.host
         after, commands = step(before, event, self.clock(), self.policy)
         if commands:
@@ -222,6 +238,7 @@ class World:
             case Hold(gpu, level, _, _):
                 self._hold(self.gpus[gpu], level)
             case Unhold(gpu):
+                self.require(not self.gpus[gpu].forgotten, f"GPU {gpu} was held, and serves again unverified")
                 self.gpus[gpu].hold = None
                 self.gpus[gpu].wants = ""
                 self._start(self.gpus[gpu])
@@ -245,6 +262,7 @@ class World:
                 self.pending += self._probe(gpu, answer=True)
 
     def _hold(self, gpu: Gpu, level: str) -> None:
+        gpu.held_since = gpu.held_since if gpu.hold else self.clock()
         gpu.hold = level
         if level == "stop":
             gpu.wants = "stopped"
@@ -542,6 +560,9 @@ def _something(world: World, rng: random.Random) -> None:
         _human(world, number, rng)
     elif roll < 0.97:
         world.reboot()
+    elif roll < 0.985:
+        if all(gpu.reset_ends is None for gpu in world.gpus.values()):  # else reset.py and requests.py ask systemd
+            world.lose_ledger()
     else:
         world.offset -= rng.choice((10, 3600))  # NTP
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.launcher.loop import Loop, Timer
-from healthcheck import child, nvml
+from healthcheck import child, nvml, nvml_reader
 from healthcheck.nvml import Hang, NvmlProbe, Round, child_command
 from healthcheck.nvml_protocol import Event
 from healthcheck.script_edit import add_event, healthy_script, reset_gpu, set_fields, set_gpu, write_script
@@ -168,22 +168,98 @@ def test_a_hung_gpu_is_named_killed_left_out_and_the_others_are_read(world: Worl
     assert world.round().read == (B,) and world.probe.hangs == 1
 
 
-def test_a_gpu_that_hung_is_tried_again_and_counted_until_it_answers(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvml, "_SKIP_SECONDS", (0.1, 0.1))
-    monkeypatch.setattr(nvml, "_RESTART_SECONDS", (0.2, 0.2))
+def test_a_gpu_that_hung_is_tried_at_the_next_probe_and_counted_until_it_answers(world: World) -> None:
     world.make(child_command(str(world.script)), deadline=2.0)
     set_gpu(world.script, A, hang=True)
     world.probe.read()
+    world.until(lambda: len(world.hangs) == 1)
+    world.probe.read(patient=True)
     world.until(lambda: len(world.hangs) == 2)
     assert [hang.in_row for hang in world.hangs] == [1, 2]
     set_gpu(world.script, A, hang=None)
+    set_fields(world.script, A, recovery_action=1)
+    world.probe.read(patient=True)
     world.until(lambda: A in world.probe.readings)
+    assert world.probe.readings[A].fields["recovery_action"] == 1
+    for _ in range(nvml.GOOD_READINGS):  # then it is one of the others again
+        world.seen.clear()
+        world.probe.read(patient=True)
+        world.until(lambda: {reading.uuid for reading in world.seen} == {A, B})
+    world.until(lambda: not world.probe.suspects)
+    assert world.round().read == (A, B)
     set_gpu(world.script, A, hang=True)
     world.probe.read()
     world.until(lambda: len(world.hangs) == 3)
     assert world.hangs[2].in_row == 1
+
+
+def test_a_gpu_that_hangs_delays_nobody_while_it_is_tried(world: World) -> None:
+    world.make(child_command(str(world.script)), deadline=3.0)
+    set_gpu(world.script, A, hang=True)
+    world.probe.read()
+    world.until(lambda: bool(world.rounds))
+    assert len(world.hangs) == 1
+    suspect = world.probe.suspects[A]
+    for _ in range(3):
+        assert world.round().read == (B,) and suspect.state == "reading"
+    assert len(world.hangs) == 1, "three rounds of the others within one try"
+
+
+def test_only_hangs_in_a_row_make_the_tries_rarer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README: at the next probe, from the third hang in a row on after 1, 2 and 3 probes left out; asked: at once."""
+    suspect = nvml.Suspect(world.probe, A)
+    tries: list[int] = []
+    monkeypatch.setattr(suspect, "ask", lambda: tries.append(probe))
+    for probe in range(1, 20):
+        suspect.turn(patient=True)
+        if tries[-1:] == [probe]:
+            suspect.count(A)
+    assert tries == [1, 2, 3, 5, 8, 12, 16]
+    suspect.turn(patient=False)
+    suspect.turn(patient=False)
+    assert tries[-2:] == [19, 19], "where something asks for it: at once"
+    assert [hang.in_row for hang in world.hangs] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_gpu_whose_child_cannot_be_killed_gets_no_second_one_and_blinds_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "KILL_SECONDS", 0.1)
+    world.make(child_command(str(world.script)), deadline=2.0)
+    set_gpu(world.script, A, hang=True)
+    pids: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(child.os, "kill", lambda pid, number: pids.append(pid))
+        world.probe.read()
+        world.until(lambda: world.probe.unkillable == 1)
+        for count in (2, 3):
+            world.probe.read(patient=True)
+            assert world.hangs[-1].in_row == count and world.probe.suspects[A].pid is None
+        assert world.round().read == (B,) and world.probe.state == "idle"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    set_gpu(world.script, A, hang=None)
+    world.until(lambda: world.probe.unkillable == 0)
+    world.probe.read()
+    world.until(lambda: A in world.probe.readings)
+
+
+def test_a_reset_finds_nvml_closed_by_a_suspects_child_too(world: World) -> None:
+    world.make(child_command(str(world.script)), deadline=2.0)
+    set_gpu(world.script, A, hang=True)
+    world.probe.read()
+    world.until(lambda: bool(world.hangs))
+    set_gpu(world.script, A, hang=None)
+    world.probe.read()
+    world.until(lambda: A in world.probe.readings and world.probe.pid is not None)
+    pids = [world.probe.pid, world.probe.suspects[A].pid]
+    assert None not in pids and len(set(pids)) == 2
+    gone: list[bool] = []
+    world.probe.close(lambda: gone.append(all(ended(pid) for pid in pids if pid is not None)))
+    world.until(lambda: bool(gone))
+    assert gone == [True]
+    world.probe.open()
+    world.until(lambda: bool(world.rounds) and world.rounds[-1].read == (A, B))
 
 
 def test_a_hang_of_no_gpu_in_particular(world: World) -> None:
@@ -205,7 +281,7 @@ def test_a_slow_gpu_is_not_a_hung_one(world: World) -> None:
 
 def test_a_child_that_dies_is_started_again_and_later_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     write_script(world.script, healthy_script([A]) | {"exit": 3})
-    monkeypatch.setattr(nvml, "_RESTART_SECONDS", (0.05, 0.2))
+    monkeypatch.setattr(nvml_reader, "_RESTART_SECONDS", (0.05, 0.2))
     waits: list[float] = []
     monkeypatch.setattr(nvml.NvmlProbe, "_wait_for_restart", _recorded(waits))
     world.make(child_command(str(world.script))).read()
@@ -256,7 +332,7 @@ def test_closing_ends_the_child_before_it_calls_back_and_opening_reads(world: Wo
 
 
 def test_closing_while_a_reading_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(nvml_reader, "CLOSE_SECONDS", 0.2)
     set_gpu(world.script, A, hang=True)
     world.probe.read()
     world.until(lambda: world.probe._begun.uuid == A)
@@ -267,7 +343,7 @@ def test_closing_while_a_reading_hangs(world: World, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("where", ["close", "events"])
 def test_a_child_that_hangs_where_no_gpu_is_read(world: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """In nvmlShutdown, or in the wait for events: a reset still finds NVML closed, the next reading a hang."""
-    monkeypatch.setattr(nvml, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(nvml_reader, "CLOSE_SECONDS", 0.5)
     world.round()
     pid = world.probe.pid
     write_script(world.script, healthy_script([A, B]) | {"hang": where})
@@ -282,7 +358,7 @@ def test_a_child_that_cannot_be_killed_delays_but_does_not_stop_a_close(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process in state D: SIGKILL is pending for ever. Here the signal does not arrive."""
-    monkeypatch.setattr(nvml, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(nvml_reader, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(child, "KILL_SECONDS", 0.1)
     set_gpu(world.script, A, hang=True)
     world.probe.read()
@@ -299,7 +375,7 @@ def test_a_child_that_cannot_be_killed_delays_but_does_not_stop_a_close(
 
 def test_children_that_cannot_be_killed_do_not_pile_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "KILL_SECONDS", 0.1)
-    monkeypatch.setattr(nvml, "_RESTART_SECONDS", (0.2, 0.2))
+    monkeypatch.setattr(nvml_reader, "_RESTART_SECONDS", (0.2, 0.2))
     write_script(world.script, healthy_script([A]) | {"hang": "nvml"})
     probe = world.make(child_command(str(world.script)), deadline=2.0)
     pids: list[int] = []

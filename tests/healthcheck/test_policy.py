@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from healthcheck.limits import LimitsError, read_limits
 from healthcheck.machine_types import Needs
 from healthcheck.policy import SHIPPED, PolicyError, load_policy, normalise_key, parse_policy
+from healthcheck.policy_review import warnings
 from healthcheck.types import Action, Signal
 from tests.healthcheck.xid_catalogue import BUCKETS
 
@@ -248,6 +250,12 @@ def test_no_override_is_the_shipped_policy(tmp_path: Path) -> None:
         ('[[rule]]\nkeys = ["xid:13"]\nneeds = "luck"', "needs"),
         ('[[together]]\nkeys = ["xid:13"]\naction = "alert"\nnote="n"\nsource="s"', "alone"),
         ('[[together]]\nkeys = ["xid:13", "xid:*"]\naction = "alert"\nnote="n"\nsource="s"', "pattern"),
+        ('[[rule]]\nkeys = ["ecc:corrected"]\naction = "abort_reset"', "corrected errors never drain"),
+        ('[[rule]]\nkeys = ["xid:92"]\naction = "restart_engine"', "corrected errors never drain"),
+        ('[[rule]]\nkeys = ["xid:*"]\naction = "drain_reset"', "catch-all"),
+        ('[[rule]]\nkeys = ["xid:*"]\nfallback = "drain_reset"', "catch-all"),
+        ('[[rule]]\nkeys = ["probe:hung"]\naction = "quarantine"', "unknown is no reason to act"),
+        ('[[rule]]\nkeys = ["trial:error"]\naction = "restart_engine"', "unknown is no reason to act"),
         ("rule = 3", "rule"),
         ("[[decide]]", "decide"),
         ("not toml", "TOML"),
@@ -258,6 +266,33 @@ def test_what_is_refused_and_that_it_says_what(text: str, says: str) -> None:
         override(text)
     assert says in caught.value.message and "healthcheck.toml" in caught.value.message
     assert caught.value.hint
+
+
+def test_what_is_allowed_and_looks_wrong_is_said() -> None:
+    def warned(text: str) -> str:
+        return "\n".join(warnings(parse_policy(text.encode(), where="f", base=POLICY), POLICY))
+
+    assert warned("") == "", "an empty file, as an empty appliance.toml, changes nothing"
+    assert "probe_deadline = 2 s" in warned("[limits]\nprobe_deadline = 2.0")
+    assert "probe_interval = 1 s" in warned("[limits]\nprobe_interval = 1.0")
+    assert "reset = 5 s is less than the reset unit may take (1200 s)" in warned("[timeouts]\nreset = 5.0")
+    assert "resets = 20" in warned("[attempts]\nresets = 20")
+    assert "thermal" in warned('[[rule]]\nkeys = ["clocks:thermal"]\naction = "drain_reset"')
+
+
+@pytest.mark.parametrize(
+    "value", ["probe_interval = 0.000001", "heartbeat_interval = 0.001", "probe_deadline = 7200.0"]
+)
+def test_a_pace_that_nobody_can_mean_is_refused(value: str) -> None:
+    policy = parse_policy(f"[limits]\n{value}".encode(), where="f", base=POLICY)
+    with pytest.raises(LimitsError, match=value.split()[0]):
+        read_limits(policy.limits)
+
+
+def test_an_unknown_table_is_answered_with_all_that_are_known() -> None:
+    with pytest.raises(PolicyError) as caught:
+        override("[limit]\nprobe_interval = 3.0")
+    assert caught.value.hint is not None and "[limits]" in caught.value.hint and "schema" in caught.value.hint
 
 
 def test_another_schema_is_refused() -> None:

@@ -119,8 +119,13 @@ def test_in_maintenance_nothing_is_touched(one: World) -> None:
     time.sleep(1.0)
     assert one.gpu()["state"] == "MAINTENANCE" and one.hold() is None and one.resets() == []
     assert one.document()["maintenance"]["reason"] == "driver upgrade"
+    one.ask("maintenance", on=True, reason="firmware as well")
+    assert one.gpu()["reason"] == one.document()["maintenance"]["reason"] == "firmware as well"
     one.ask("maintenance", on=False, reason="done")
     assert one.reach("HEALTHY")["holds"] == []
+    count = len(one.events("watchdog_maintenance"))
+    assert "nothing has changed" in one.ask("maintenance", on=False, reason="again")["note"]
+    assert len(one.events("watchdog_maintenance")) == count
 
 
 def test_killed_at_random_moments_it_goes_on_where_it_was(one: World) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from appliance.unix_http import UnixConnection
+from healthcheck.cli import main as healthcheck
 from healthcheck.script_edit import add_event, change_script, set_fields, set_gpu
 from tests.appliance.gateway.world import metric_value
 from tests.healthcheck.test_watchdog_life import REPAIR
@@ -69,6 +70,43 @@ def test_a_gpu_that_hangs_is_unknown_and_stops_nobody(one: World) -> None:
     assert one.document()["counters"]["nvml_hangs"] >= 1
     assert one.way() == [] and one.hold() is None and one.resets() == []
     set_gpu(one.script, "CPU-0", hang=None)
+
+
+def test_what_a_gpu_shows_after_one_hang_is_seen_at_the_next_probe(one: World) -> None:
+    set_gpu(one.script, "CPU-0", hang=True)
+    one.start()
+    one.until(lambda: one.document()["counters"]["nvml_hangs"] >= 1)
+    assert healthcheck(["check", "--gpu", "0", "--timeout", "20"]) == 3
+    set_gpu(one.script, "CPU-0", hang=None)
+    one.until(lambda: checks(one)["NVML"] == "ok")  # a try that began before hangs once more
+    set_fields(one.script, "CPU-0", recovery_action=1)
+    one.until(lambda: one.way()[-1:] == ["HEALTHY"])
+    assert one.resets() == ["CPU-0"] and one.way(1) == []
+
+
+def test_status_names_a_gpu_that_is_not_read_and_history_the_hangs(
+    one: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one.start()
+    one.until(lambda: checks(one).get("NVML") == checks(one, 1).get("NVML") == "ok")
+    assert healthcheck(["status"]) == 0
+    set_gpu(one.script, "CPU-0", hang=True)
+    one.until(lambda: healthcheck(["status"]) == 1)
+    out = capsys.readouterr().out
+    assert "! gpu 0 has not been read for" in out and "! gpu 1" not in out
+    one.until(lambda: one.events("watchdog_signal", gpu=0, key="probe:hung"))
+    assert one.way() == [] and one.resets() == [], "unknown never takes a GPU out"
+    set_gpu(one.script, "CPU-0", hang=None)
+    one.until(lambda: healthcheck(["status"]) == 0)
+
+
+def test_a_level_that_lasts_is_one_signal_in_the_history(one: World) -> None:
+    """A corrected storm at every probe: README, once an hour."""
+    set_gpu(one.script, "CPU-0", per_second={"corrected_volatile": 17_700})
+    one.start()
+    name = 'appliance_watchdog_signals_total{gpu="0",key="ecc:corrected_rate"}'
+    one.until(lambda: any(line.startswith(name) and float(line.split()[-1]) >= 6 for line in metrics(one).splitlines()))
+    assert len(one.events("watchdog_signal", gpu=0, key="ecc:corrected_rate")) == 1
 
 
 def test_nvml_that_hangs_as_a_whole_is_unknown_for_all(one: World) -> None:

@@ -231,6 +231,8 @@ def fresh(one: World) -> Iterator[World]:
     for file in (one.paths.events, one.paths.watchdog_memory, one.root / "resets.log", one.root / "watchdog.log"):
         file.unlink(missing_ok=True)
     one.resets_say()
+    for gpu in range(one.gpus):  # else the watchdog finds them held and asks why
+        ControlClient(one.paths, gpu).call("unhold", owner="watchdog", wait=False)
     yield one
     if one.watchdog is not None and one.watchdog.poll() is None:
         one.kill()
