@@ -59,9 +59,10 @@ def boot_options() -> dict[str, Any]:
 
 
 def units(slots: int = 1) -> tuple[str, ...]:
-    """All that runs: the target, the rules, the launchers, the gateways, the canary's controller."""
+    """All that runs: the target, the rules, the launchers, the gateways, the watchdog, the canary's controller."""
     launchers = (f"appliance-gpu@{number}.service" for number in range(slots))
-    return ("appliance.target", "appliance-netfilter.service", *launchers, *GATEWAYS, "appliance-canary.service")
+    last = ("appliance-watchdog.service", "appliance-canary.service")
+    return ("appliance.target", "appliance-netfilter.service", *launchers, *GATEWAYS, *last)
 
 
 def install(box: Box, *, slots: int = 1, config: str | None = None) -> None:
