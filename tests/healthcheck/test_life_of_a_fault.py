@@ -68,10 +68,13 @@ def uncorrectable(one: World) -> None:
     add_event(one.nvml, UUIDS[0], "xid", xid=48)
 
 
-def kernel_line(one: World, xid: int = 95, text: str = "Uncontained: LTC TAG error", gpu: int = 0) -> None:
-    """A line as NVIDIA's driver prints it, through the kernel, which gives user space facility 1."""
-    line = f"NVRM: Xid (PCI:{PCI.format(gpu)[:-2]}): {xid}, pid=4711, name=python3, {text}"
-    one.box.run(["sh", "-c", 'printf "<3>%s\\n" "$1" > /dev/kmsg', "write", line])
+def kernel_line(
+    one: World, xid: int = 95, text: str = "Uncontained: LTC TAG error", gpus: tuple[int, ...] = (0,)
+) -> None:
+    """A line a GPU, as NVIDIA's driver prints it, through the kernel, which gives user space facility 1. Of several at
+    once: with a command each they would be a second apart on a busy machine."""
+    lines = [f"NVRM: Xid (PCI:{PCI.format(gpu)[:-2]}): {xid}, pid=4711, name=python3, {text}" for gpu in gpus]
+    one.box.run(["sh", "-c", 'for line; do printf "<3>%s\\n" "$line" > /dev/kmsg; done', "write", *lines])
 
 
 @pytest.fixture
@@ -226,8 +229,7 @@ def test_a_gpu_whose_firmware_hangs_is_reset_though_nvml_does_not_answer(kernel_
 def test_two_gpus_at_once_are_one_cause_and_nothing_is_reset(kernel_log: None, one: World) -> None:
     before = one.engine_pid(0), one.engine_pid(1)
     with one.load(8) as load:
-        for gpu in (0, 1):
-            kernel_line(one, 109, "Ctxsw timeout", gpu)
+        kernel_line(one, 109, "Ctxsw timeout", (0, 1))
         one.until(lambda: one.document()["breaker"])
         time.sleep(1.0)
     load.nothing_lost()
