@@ -4,7 +4,8 @@ install -> a completion through :8000 -> the second run changes nothing -> engin
 in a scope -> a launcher restarted under load -> daemon-reload under load -> an uncorrectable error while clients stream
 -> upgrade and rollback -> a slow, an erring and a good canary -> reboot in mid-canary, power cut -> uninstall. CPU
 backend and a tiny model: qemu emulates here, everything is some twenty times slower than real. Each test goes on where
-the one before it stopped. With APPLIANCE_FULL=1 the upgrade brings another version of the software as well.
+the one before it stopped. The fault, the canaries and an upgrade to another version of the software have their turn only
+with APPLIANCE_FULL=1; in CI the upgrade brings another release, and the box has the rest (test_life_of_a_*.py).
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def test_daemon_reload_under_load_is_harmless(host: Host) -> None:
     assert host.vm.run(f"cat {SCOPE.format(0, 'v1')}/memory.max").stdout.strip() == str(MEMORY_MAX)
 
 
+@only_full("three minutes")
 def test_an_uncorrectable_error_while_clients_stream(host: Host) -> None:
     with vm_faults.scripted(host) as faults:
         pids = [host.engine(gpu)["pid"] for gpu in (0, 1)]
@@ -174,12 +176,9 @@ def test_upgrade_to_a_second_release_and_back_under_load(host: Host, newer: dict
     assert {engine["engine_version"] for gpu in state["gpus"] for engine in gpu["engines"]} != {"9.0.0+test"}
 
 
+@only_full("five minutes each")
 @pytest.mark.parametrize(
-    ("release", "model"),
-    [
-        pytest.param("slow", {"num_hidden_layers": 60}, marks=only_full("five minutes")),
-        ("erring", {"poison_token": ord(POISON)}),
-    ],
+    ("release", "model"), [("slow", {"num_hidden_layers": 60}), ("erring", {"poison_token": ord(POISON)})]
 )
 def test_a_bad_canary_is_rolled_back_by_itself(
     host: Host, canary: Canary, release: str, model: dict[str, int]
@@ -197,6 +196,7 @@ def test_a_bad_canary_is_rolled_back_by_itself(
     assert (host.way(0), host.way(1)) == before, "a bad release is no sick GPU"
 
 
+@only_full("five minutes")
 def test_a_good_canary_is_promoted_and_settles(host: Host, canary: Canary) -> None:
     canary.add("v3")
     code, run, ends = canary.start("v3")
@@ -209,8 +209,11 @@ def test_a_good_canary_is_promoted_and_settles(host: Host, canary: Canary) -> No
     assert host.texts != before, "another model answers"
 
 
-def test_after_a_reboot_in_mid_canary_and_a_power_cut_all_is_back(host: Host, canary: Canary) -> None:
-    canary.hold("v1", 50)
+def test_after_a_reboot_and_a_power_cut_all_is_back(host: Host, canary: Canary) -> None:
+    """With the full counts the reboot comes in the middle of a canary."""
+    stable = host.status()["slots"]["stable"]
+    if FULL:
+        canary.hold("v1", 50)
     for cut in (False, True):
         if cut:
             host.vm.kill()
@@ -218,16 +221,17 @@ def test_after_a_reboot_in_mid_canary_and_a_power_cut_all_is_back(host: Host, ca
         else:
             host.vm.reboot()
         state = host.wait_ok()
-        assert state["slots"] == {"stable": "v3", "canary": None}
-        run = canary.status()["run"]
-        assert (run["phase"], run["reason"]) == ("aborted", "reboot") and canary.weight() == 0
+        assert state["slots"] == {"stable": stable, "canary": None} and canary.weight() == 0
+        if FULL:
+            run = canary.status()["run"]
+            assert (run["phase"], run["reason"]) == ("aborted", "reboot")
         for prompt, (tokens, text) in host.texts.items():
             assert host.endpoint.complete(prompt, tokens, stream=True) == text
 
 
 def test_uninstall_leaves_nothing(host: Host, canary: Canary) -> None:
     assert "appliance" in canary.rules()
-    host.vm.run("rm -r /root/models")  # ours, not the appliance's
+    host.vm.run("rm -rf /root/models")  # ours, not the appliance's
     good(host.play("uninstall"))
     assert canary.rules() == ""
     assert host.units() == ""
