@@ -4,8 +4,8 @@ install -> a completion through :8000 -> the second run changes nothing -> engin
 in a scope -> a launcher restarted under load -> daemon-reload under load -> an uncorrectable error while clients stream
 -> upgrade and rollback -> a slow, an erring and a good canary -> reboot in mid-canary, power cut -> uninstall. CPU
 backend and a tiny model: qemu emulates here, everything is some twenty times slower than real. Each test goes on where
-the one before it stopped. The fault, the canaries and an upgrade to another version of the software have their turn only
-with APPLIANCE_FULL=1; in CI the upgrade brings another release, and the box has the rest (test_life_of_a_*.py).
+the one before it stopped. The fault, the canaries and an upgrade to another version of the software have their turn
+with APPLIANCE_FULL=1 only; in CI the upgrade brings another release, and the box has the rest (test_life_of_a_*.py).
 """
 
 from __future__ import annotations
