@@ -1,7 +1,8 @@
 """`python -P -m canary.netfilter up|down|show`: what appliance-netfilter.service runs; also for an operator's eyes.
 
 up    the anchor, the guard and the jumps, for the ports of appliance.toml; a weight that is there stays
-down  takes all of it away; the anchor stays while connections to the canary are open (exit code 3), unless --force
+down  takes all of it away; the anchor stays while connections to the canary are open (exit code 3), unless --force,
+      which also removes the tables of iptables that nobody uses (an uninstall leaves a host as it was)
 show  what is there, what differs, what the canary cannot do justice to
 """
 
@@ -44,7 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="up|down|show")
     up = actions.add_parser("up", help="put the rules there; a weight that is there stays")
     down = actions.add_parser("down", help="take them away")
-    down.add_argument("--force", action="store_true", help="also end the connections to the canary that are open")
+    down.add_argument(
+        "--force",
+        action="store_true",
+        help="also end open connections to the canary; remove empty tables",
+    )
     show = actions.add_parser("show", help="what is there and what differs")
     for each in (up, down, show):
         add_common(each, default=False)

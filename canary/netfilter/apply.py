@@ -183,6 +183,8 @@ class Netfilter:
             left = 0 if force else self._left()
             if not left:
                 self._apply(planning.removal(state, anchor=True))
+            if force:
+                self._apply(planning.bare(self._reader.state(tuple(state.rulesets))))
             return left
 
     # -- inside

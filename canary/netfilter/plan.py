@@ -89,6 +89,22 @@ def removal(state: State, *, anchor: bool) -> Plan:
     return Plan(tuple(transactions))
 
 
+def bare(state: State) -> Plan:
+    """Takes away tables of iptables that hold nothing: no rule, no chain of anybody's own, all may pass. Our first rule
+    made them where there were none; whoever needs one makes it again with its first rule."""
+    found = []
+    for family, ruleset in state.rulesets.items():
+        for name in ("nat", "filter"):
+            table = ruleset.tables.get(name)
+            if table is None or any(chain.rules or chain.policy != "ACCEPT" for chain in table.chains.values()):
+                continue
+            nft = f"table {'ip6' if family is Family.IPV6 else 'ip'} {name}"
+            found.append(
+                Transaction(None, name, (nft, f"delete {nft}"))
+            )  # made first: somebody may just have removed it
+    return Plan(tuple(found))
+
+
 def _nat(table: Table, desired: Desired) -> tuple[list[str], list[str]]:
     hooks = {"PREROUTING": rules.jump(desired, "PREROUTING")}
     if desired.local_clients:

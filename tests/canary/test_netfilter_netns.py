@@ -290,6 +290,22 @@ def test_removal_waits_for_open_connections(pair: Pair, netfilter: Netfilter, se
     assert [line for text in after.values() for line in text.splitlines() if line.startswith("-A")] == []
 
 
+def test_removal_for_good_leaves_a_host_as_it_was(pair: Pair, netfilter: Netfilter) -> None:
+    """Also the empty tables that our first rule made; not those that somebody uses, be it for a policy alone."""
+    pair.server.run(["nft", "flush", "ruleset"])
+    netfilter.up()
+    assert netfilter.remove(force=True) == 0
+    assert pair.server.run(["nft", "list", "ruleset"]).text == ""
+    assert netfilter.remove(force=True) == 0
+    pair.server.run(["iptables", "-P", "FORWARD", "DROP"])
+    pair.server.run(["ip6tables", "-t", "nat", "-N", "DOCKER"])
+    netfilter.up()
+    assert netfilter.remove(force=True) == 0
+    left = pair.server.run(["nft", "list", "tables"]).text.split("\n")
+    assert sorted(filter(None, left)) == ["table ip filter", "table ip6 nat"]
+    assert "-P FORWARD DROP" in pair.server.run(["iptables", "-S"]).text
+
+
 def test_the_clients_here_would_notice_a_reset(pair: Pair, netfilter: Netfilter, servers: dict[str, Any]) -> None:
     """The anchor taken by force, and no other user of conntrack: what research found happens, and is seen."""
     netfilter.up()

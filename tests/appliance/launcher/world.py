@@ -3,6 +3,8 @@ FakeScopes, engines are fake_engine.py. No root needed; the real systemd is in t
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -209,11 +211,15 @@ class World:
 def _spawn(spec: EngineSpec, uid: int, gid: int, words: int) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    with theirs:
+    with theirs, contextlib.ExitStack() as copies:
+        sources = []  # above the targets, whatever numbers they have: else one overwrites the other
+        for fd in (words, theirs.fileno()):
+            sources.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100))
+            copies.callback(os.close, sources[-1])
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-S", "-E", "-c", TRAMPOLINE, *spec.argv],
             spec.env | {VARIABLE: "99"},
-            file_actions=[(os.POSIX_SPAWN_DUP2, words, 99), (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
+            file_actions=[(os.POSIX_SPAWN_DUP2, sources[0], 99), (os.POSIX_SPAWN_DUP2, sources[1], 3)],
         )
     return pid, ours
