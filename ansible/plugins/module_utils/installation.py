@@ -301,9 +301,12 @@ class Installation:
             swap_link(self.root / name, target)
 
     def _remove_empty(self, path: Path) -> None:
-        """Directories that are ours alone and now empty (usr/share/doc/appliance)."""
-        if path.parent.name == "appliance" and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        """Directories that are ours alone and now empty (usr/share/doc/appliance and what is in it)."""
+        for parent in path.parents:
+            ours = parent.is_relative_to(self.root) and "appliance" in parent.relative_to(self.root).parts
+            if not ours or not parent.is_dir() or any(parent.iterdir()):
+                return
+            parent.rmdir()
 
     def switch(self, version: str) -> None:
         swap_link(self.lib / "current", version)
