@@ -146,7 +146,7 @@ def test_daemon_reload_under_load_is_harmless(host: Host) -> None:
 def test_an_uncorrectable_error_while_clients_stream(host: Host) -> None:
     with vm_faults.scripted(host) as faults:
         pids = [host.engine(gpu)["pid"] for gpu in (0, 1)]
-        before = [[state for state in host.way(gpu) if state != "SUSPECT"] for gpu in (0, 1)]
+        before = [faults.way(gpu) for gpu in (0, 1)]
         with host.traffic(CLIENTS) as traffic:
             traffic.wait(8)
             faults.uncorrectable(0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.ansible.vm_host import KEY, Host
 from tests.canary import clients
+from tests.canary.policies import toml
 from tests.tiny import make_tiny_model
 
 # What two emulated processors can fill in half a minute.
@@ -35,9 +36,7 @@ class Canary:
         self._host, self._vm, self._directory = host, host.vm, directory
 
     def policy(self) -> None:
-        lines = [f"{key} = {json.dumps(value)}" for key, value in POLICY.items()]
-        limit = [f"{key} = {json.dumps(value)}" for key, value in LIMIT.items()]
-        text = "\n".join(["[policy]", *lines, "[[policy.limits]]", *limit]) + "\n"
+        text = toml(POLICY | {"limits": [LIMIT]})
         print(f"policy of the emulated machine: {text}")
         self._vm.write("/etc/appliance/canary.toml", text)
 

@@ -95,10 +95,14 @@ class Faults:
         """What a GPU shows then: counters, the recovery action that the driver asks for, NVML's events, the Xid."""
         self._vm.run(f"{_PYTHON} -P -c {shlex.quote(_UNCORRECTABLE.format(script=_SCRIPT, uuid=UUIDS[gpu]))}")
 
+    def way(self, gpu: int) -> list[str]:
+        """The states that it went through, without SUSPECT, which may be seen or not."""
+        return [state for state in self._host.way(gpu) if state != "SUSPECT"]
+
     def wait_way(self, gpu: int, way: list[str], timeout: float = 600.0) -> None:
-        """Until the watchdog has had this GPU go this way. SUSPECT, which may be seen or not, is left out."""
+        """Until the watchdog has had this GPU go this way."""
         deadline = time.monotonic() + timeout
-        while (gone := [state for state in self._host.way(gpu) if state != "SUSPECT"]) != way:
+        while (gone := self.way(gpu)) != way:
             assert time.monotonic() < deadline and gone == way[: len(gone)], (gone, self._vm.journal(WATCHDOG))
             time.sleep(1)
 

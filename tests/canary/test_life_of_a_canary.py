@@ -20,6 +20,7 @@ import pytest
 from canary.netfilter.model import ANCHOR
 from tests.canary import clients
 from tests.canary.clients import ERRORS, GOOD_ENDS, POISON
+from tests.canary.policies import toml
 from tests.host import appliance_box
 from tests.host.box import Box
 from tests.host.plugin import HOST_SECONDS
@@ -123,13 +124,6 @@ class Host:
         command = [appliance_box.PYTHON, "-P", "-m", "canary.netfilter", "show", "--json"]
         weight: float | None = json.loads(self.box.run(command).stdout)["weight"]
         return weight
-
-
-def toml(policy: dict[str, Any]) -> str:
-    limits = policy["limits"]
-    lines = [f"{key} = {json.dumps(value)}" for key, value in policy.items() if key != "limits"]
-    tables = ["[[policy.limits]]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in limit.items()) for limit in limits]
-    return "\n".join(["[policy]", *lines, *tables]) + "\n"
 
 
 @pytest.fixture(scope="module")
