@@ -170,25 +170,26 @@ template <int DP, int STAGES> __device__ __forceinline__ void merge_if_last(cons
     if (ring.last[slot]) merge_row<DP>(d, blocks, ring.pending[slot], thread);
 }
 
-// An item. read() is called after the last read of K and q, and again of V; v_ready() returns when V may be read.
+// An item. read(results) is called after the last read of K and q, and again of V, with all that these reads went into;
+// v_ready() returns when V may be read.
 template <int DP, bool WHOLE, class Read, class VReady>
 __device__ __forceinline__ void item_attention(const Decode& d, const HeadBlocks& blocks, const Item& item, Exchange& exchange, uint32_t k_page, uint32_t v_page, uint32_t q, int warp, int lane,
                                                Read read, VReady v_ready) {
     float t[16], o[DP / 8];
     item_scores<DP, WHOLE>(t, exchange, k_page, q, blocks.heads(item.block), item, warp, lane);
-    read();
+    read(t);
     ptx::named_barrier(1, COMPUTE_THREADS);
     float2 m = item_probabilities(t, exchange, d.scale_log2, warp, lane);
     v_ready();
     ptx::named_barrier(1, COMPUTE_THREADS);
     float2 l = item_sum(exchange, lane);
     item_values<DP, WHOLE>(o, exchange, v_page, item, warp, lane);
-    read();
+    read(o);
     item_store<DP>(d, blocks, item, m, l, o, warp, lane);
 }
 
 template <int DP, int STAGES>
-__device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Ring<DP, STAGES>& ring, Exchange& exchange, int warp, int lane) {
+__device__ __forceinline__ void consume(const Decode& d, uint32_t zero, const HeadBlocks& blocks, int num_blocks, uint8_t* pages, uint8_t* q_rows, Ring<DP, STAGES>& ring, Exchange& exchange, int warp, int lane) {
     using R = Ring<DP, STAGES>;
     ptx::wait_for_previous();
     int stage = 0, parity = 0, q_slot = 0, n = 0, thread = warp * 32 + lane;
@@ -201,8 +202,8 @@ __device__ __forceinline__ void consume(const Decode& d, const HeadBlocks& block
         if (position < STAGES) ptx::mbarrier_wait(&ring.early[stage], 0);
         ptx::mbarrier_wait(&ring.full[stage], parity);
     };
-    auto release = [&] {
-        warp_arrive(&ring.empty[stage], lane);
+    auto release = [&](const auto& results) {
+        warp_release<sizeof results / 16>(&ring.empty[stage], results, zero, lane);
         next_stage();
     };
     for (int index = blockIdx.x; index < total; index += gridDim.x, n++) {
@@ -247,7 +248,7 @@ template <int DP, int STAGES> __device__ __forceinline__ void decode(const Commo
     else if (warp == WARPS + 1)
         count_items<DP, STAGES>(d, num_blocks, ring, lane);
     else
-        consume<DP, STAGES>(d, blocks, num_blocks, smem, q_rows, ring, exchange, warp, lane);
+        consume<DP, STAGES>(d, common.zero, blocks, num_blocks, smem, q_rows, ring, exchange, warp, lane);
 }
 
 #else

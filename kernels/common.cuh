@@ -64,7 +64,7 @@ struct Common {
     int32_t trace_index;     // this launch's place in trace
     int32_t layer;           // -1 outside the layers
     uint32_t op;
-    uint32_t pad;
+    uint32_t zero;           // 0, which the compiler does not know: warp_release
 };
 
 #include "ptx.cuh"
@@ -109,6 +109,17 @@ constexpr int WARP_ARRIVALS = 1;
 __device__ __forceinline__ void warp_arrive(uint64_t* bar, int lane) {
     __syncwarp();
     if (WARP_ARRIVALS == 32 || lane == 0) ptx::mbarrier_arrive(bar);
+}
+// A warp gives a buffer back that it read with ldmatrix, to be filled again by bulk copies. An arrival waits for no ldmatrix
+// in flight: nvcc counts on shared memory doing a warp's requests in order, but a bulk copy comes from elsewhere, and one was
+// seen to overtake reads that stood behind stores with a TLB miss (LOG.md). So the barrier's address is made of `results`,
+// TILES results of mma (4 floats each), into which all these reads went: mma had to wait for them. fence.proxy.async would do
+// too; it also waits for stores, and took 4 % of a step of 64 rows.
+template <int TILES> __device__ __forceinline__ void warp_release(uint64_t* bar, const float* results, uint32_t zero, int lane) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) bits |= __float_as_uint(results[4 * tile]);
+    warp_arrive(bar + (bits & zero), lane);
 }
 #endif
 

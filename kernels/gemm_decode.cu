@@ -151,7 +151,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                     operands[0].load_x(x_lane + at.slot * stage_bytes);
                 }
                 operands[(TILES - 1) & 1].multiply(acc);
-                warp_arrive(leave, lane);
+                warp_release<WARP_GROUPS>(leave, acc[0], common.zero, lane);
             }
             if (rest > 0) {
                 if (whole > 0) ptx::mbarrier_wait(full + at.slot, at.parity);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void gemm_decode(const Common& common, const TensorMa
                     operands[0].load_x(x_lane + at.slot * stage_bytes + t * X_BOX);
                     operands[0].multiply(acc);
                 }
-                warp_arrive(empty + at.slot, lane);
+                warp_release<WARP_GROUPS>(empty + at.slot, acc[0], common.zero, lane);
                 at.advance(1, stages);
             }
             if (EPILOGUE == ADD && WARP_GROUPS > 2) load_residual(residual, (const float*)out, place, M, N, ld_out);
