@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.host import gpu_checks as checks
+from tests.host import gpu_repair as repair
 from tests.host.box import CHECKOUT, Box
 from tests.host.gpu_record import Record
 from tests.host.gpu_sandbox import cuda_works, drop_in, probe, search
@@ -30,6 +31,7 @@ from tests.host.gpu_world import DRIVER, MODEL, Slot, World, collect_driver, fin
 
 SECONDS = 300.0
 BOOT_SECONDS = 180.0  # the rehearsal may run under emulation
+SMALL = "/srv/small-model-of-the-host"
 GRANTED, DENIED = "/dev/nvidia6", "/dev/nvidia7"  # of a rehearsal: no driver is behind them
 ENGINE: dict[str, dict[str, Any]] = {
     "cuda": {"max_model_len": 4096, "drain_timeout": 20},
@@ -106,6 +108,8 @@ class Run:
             (CHECKOUT / "ansible", "/opt/collections/ansible_collections/appliance/host"),
             (self.args.bundle, "/opt/bundle.tar"), (self.args.model, MODEL),
         ]  # fmt: skip
+        if self.args.small_model:
+            bind.append((self.args.small_model, SMALL))
         if self.args.extra:
             self.record.figure("wheels of the benchmark", unpack_wheels(self.args.extra, self.work / "extra"))
             bind.append((self.work / "extra", "/opt/extra"))
@@ -227,6 +231,27 @@ class Run:
             "undisturbed streams", whole and different == streams, **checks.shown(result), different=different
         )
 
+    def allow_faults(self, world: World) -> None:
+        """Engines whose weights can be turned over, from here on."""
+        arguments = [*self.engine.get("arguments", []), "--allow-fault-injection"]
+        world.configure(self.engine | {"arguments": arguments}, 2)
+        for slot in world.slots:
+            world.box.run(["systemctl", "restart", f"appliance-gpu@{slot.gpu}"], timeout=120)
+            world.until_admitted(slot.gpu)
+
+    def repairs(self, world: World) -> None:
+        """The watchdog's part: the large model's times are told, the small one's have a limit."""
+        record = self.record
+        record.part("fault injection", self.allow_faults, world, needs=30)
+        record.part("exact", repair.exact, world, record, 100, needs=20)
+        record.part("watchdog", repair.watchdog, world, record, needs=20)
+        record.part("repair", repair.repair, world, record, None, needs=30)
+        if self.args.small_model:
+            record.part("small model", repair.another_release, world, record, "small", SMALL, needs=30)
+            record.part("exact, small model", repair.exact, world, record, 1000, needs=25)
+            limit = repair.LIMIT_SECONDS if self.args.backend == "cuda" else None
+            record.part("repair, small model", repair.repair, world, record, limit, needs=25)
+
     def parts(self, world: World) -> None:
         """In this order; a part is left out where its time would not suffice."""
         record, backend = self.record, self.args.backend
@@ -250,6 +275,7 @@ class Run:
         record.part("memory of an engine", checks.memory_of_an_engine, world, record, *load, *limited, needs=40)
         record.part("CPU quota", checks.cpu_quota, world, record, needs=10)
         record.part("bits at the end", checks.same_bits, world, record, " at the end")
+        self.repairs(world)
         record.part("stop", checks.stop, world, record)
         if self.args.extra:
             record.part("gateway bench", checks.gateway_bench, world, record, 2.0, needs=40)
@@ -280,6 +306,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, required=True, help="an unpacked root filesystem (tests/host/roots.py)")
     parser.add_argument("--bundle", type=Path, required=True, help="of `make bundle GPU=1`; its .debs are not used")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face style directory; it is linked to")
+    parser.add_argument("--small-model", type=Path, help="another, whose GPU is to be repaired within 10 s")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--extra", type=Path, help="wheels for Python 3.11 that bench_gateway needs: psutil")
     parser.add_argument("--backend", choices=list(ENGINE), default="cuda")
