@@ -46,7 +46,8 @@ BIND = ((CHECKOUT, CODE), (sysconfig.get_path("purelib"), SITE))
 
 def why_not_here() -> str | None:
     """Why the box's Python cannot load our compiled parts; None if it can."""
-    if sys.version_info[:2] == (3, 11):
+    version: tuple[int, ...] = sys.version_info[:2]
+    if version == (3, 11):
         return None
     return "the box has Debian 12's Python 3.11, our compiled parts here are for another version"
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ MIB = 1 << 20
 
 def outside(order: dict[str, Any]) -> int:
     """Starts `inside` in a scope of its own below the GPU's slice, as the launcher starts an engine."""
+    from appliance.launcher.last_words import LastWords
     from appliance.launcher.scope import ScopePlan, check_scope, oom_kills, own_cgroup
     from appliance.launcher.scope_call import answer
     from appliance.launcher.spawn import spawn_trampoline
@@ -43,7 +45,8 @@ def outside(order: dict[str, Any]) -> int:
     spec = EngineSpec(release, argv, env, Path("/run/none"), plan, [])
     os.environ.pop("JOURNAL_STREAM", None)  # else what `inside` prints would go to the journal
     before = oom_kills(gpu)
-    pid, channel = spawn_trampoline(spec, order["uid"], order["uid"])
+    words = LastWords()
+    pid, channel = spawn_trampoline(spec, order["uid"], order["uid"], words.fd)
     started = answer({"op": "start", "name": plan.name, "pid": pid, "properties": plan.properties(), "timeout": 20.0})
     findings = check_scope(plan, own_cgroup(pid), started["unit"])
     channel.send(GO)
@@ -146,7 +149,7 @@ def driver_sees() -> dict[str, Any]:
     words = 16 * MIB
     pointer, host = ctypes.c_uint64(), ctypes.c_void_p()
     cuda.cuDeviceGet(ctypes.byref(device), 0)
-    calls = {
+    calls: dict[str, Callable[[], int]] = {
         "cuDevicePrimaryCtxRetain": lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
         "cuCtxSetCurrent": lambda: cuda.cuCtxSetCurrent(context),
         "cuMemAlloc": lambda: cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4 * words)),

@@ -8,7 +8,7 @@ APPLIANCE_REQUIRE_HOSTS=1 that is a failure.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Journals and consoles of the hosts that live now, under the traceback of what failed."""
-    report: Any = yield
+    report = yield
     if report.failed:
         report.sections += evidence.collect(shared="vm" in getattr(item, "fixturenames", ()))
     elif report.when == "teardown":
