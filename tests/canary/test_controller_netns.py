@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from appliance.paths import Paths
 from appliance.slots import pointer
+from canary.client import NoController
 from canary.netfilter.apply import Netfilter
 from canary.rollback_cli import LAST_RESORT
 from canary.seams import Parts
@@ -60,7 +62,8 @@ def test_killed_with_real_rules(world: World, namespace: Namespace, number: int)
     at = 10 + random.Random(number).randrange(40)
     parts = real_rules(namespace)
     with ControllerProcess(world.paths, kill_at=at, after=number % 3 == 0, parts=parts) as controller:
-        controller.call("start", release="v2", policy=QUICK)
+        with suppress(NoController):  # on a busy machine it may be killed before its answer is out
+            controller.call("start", release="v2", policy=QUICK)
         run = controller.run_to_end()
         assert run is None and controller.wait() == -signal.SIGKILL, f"effect {at} was not reached"
     with ControllerProcess(world.paths, parts=parts) as controller:

@@ -91,10 +91,10 @@ def watchdog(world: World, record: Record) -> None:
     box.write("/etc/appliance/healthcheck.toml", POLICY)
     began = time.monotonic()
     box.run(["systemctl", "restart", WATCHDOG], timeout=120)
-    document = world.until(lambda: _looked(world), 60, "the watchdog has not looked at both GPUs")
+    document = world.until(lambda: _looked(world), 60, "the watchdog has not looked at every GPU")
     shown = box.run(["/usr/bin/healthcheck", "check", "--json"], check=False).stdout
     record.check(
-        "watchdog looks at both GPUs", document["nvml"] == "on" or world.backend == "cpu", nvml=document["nvml"],
+        "watchdog looks at every GPU", document["nvml"] == "on" or world.backend == "cpu", nvml=document["nvml"],
         seconds=round(time.monotonic() - began, 2), check=shown[-20_000:],
     )  # fmt: skip
     pids = [int(pid) for pid in box.read(f"/sys/fs/cgroup/appliance.slice/{WATCHDOG}/cgroup.procs").split()]
@@ -109,7 +109,11 @@ def _looked(world: World) -> dict[str, Any] | None:
         rows = document["gpus"]
     except (ValueError, KeyError):
         return None
-    return document if len(rows) == 2 and all(world.release in json.dumps(row["checks"]) for row in rows) else None
+    return (
+        document
+        if len(rows) == len(world.slots) and all(world.release in json.dumps(row["checks"]) for row in rows)
+        else None
+    )
 
 
 def repair(world: World, record: Record, limit: float | None) -> None:
