@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from appliance.control import ControlClient
 from appliance.gpus import read_slots
 from appliance.hostconfig import HostConfig
+from appliance.launcher.lifecycle import NO_SCOPE, State
 from appliance.log import ApplianceError, ExitCode, Progress
 from appliance.paths import Paths
 
 POLL_SECONDS = 0.1
-_BROKEN = ("backoff", "failed")
 _PATIENCE = 30.0  # beyond start_timeout, which the launcher keeps itself
 _UNSEEN_SECONDS = 15.0  # a launcher that was asked for an engine lists it at once
 
@@ -82,8 +82,9 @@ class Fleet:
 
     def wait_ready(self, gpus: Collection[int], release: str, seen: Callable[[int], None] = lambda _: None) -> None:
         """Until `release` is ready on all `gpus`; `seen(gpu)` as each becomes so. FleetError as soon as one of them
-        ends or gives up: a release that does not start at the first try is not put into service. FleetTimeout without
-        progress for as long as the launcher itself would wait, and a little more."""
+        ends or gives up: a release that does not start at the first try is not put into service. (Where systemd was
+        late with the scope it is not the release's fault, and the launcher tries again.) FleetTimeout without progress
+        for as long as the launcher itself would wait, and a little more."""
         patience = self.config.engine.start_timeout + _PATIENCE
         restarts = {gpu: self._engine(gpu, release).get("restarts") or 0 for gpu in gpus}
         waiting, changed = sorted(gpus), time.monotonic()
@@ -96,7 +97,7 @@ class Fleet:
                 if engine.get("state") == "ready":
                     waiting.remove(gpu)
                     seen(gpu)
-                elif engine.get("state") in _BROKEN or (engine.get("restarts") or 0) > restarts[gpu]:
+                elif _does_not_start(engine, restarts[gpu]):
                     raise FleetError(
                         f"{release} does not start on GPU {gpu}: {engine.get('last_exit') or engine.get('state')}",
                         hint="see `appliance logs`",
@@ -137,6 +138,13 @@ class Fleet:
         total = self._stage_bytes * len(done)
         if total:
             self.progress.update(int(sum(done) * self._stage_bytes), total)
+
+
+def _does_not_start(engine: dict[str, Any], restarts: int) -> bool:
+    """`restarts`: how many there had been before."""
+    if str(engine.get("last_exit") or "").startswith(NO_SCOPE):
+        return engine.get("state") == State.FAILED  # the launcher gave up
+    return engine.get("state") in (State.BACKOFF, State.FAILED) or (engine.get("restarts") or 0) > restarts
 
 
 def engine_of(state: dict[str, Any], release: str) -> dict[str, Any]:

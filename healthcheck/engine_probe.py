@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from appliance.launcher.health import Question, Reply, StallWatch, read_health
+from appliance.launcher.lifecycle import NO_SCOPE
 from appliance.launcher.loop import Loop
 from healthcheck.engine_errors import read_errors
 from healthcheck.engines import EngineView, LauncherView
@@ -40,7 +41,7 @@ def cause_of(last_exit: str) -> str | None:
     """The signal for an engine that ended, from its launcher's words (restart.py:exit_text, health.py:StallWatch).
     None: not the GPU's doing (the memory limit of its scope, a configuration that is refused, a systemd that is late).
     """
-    if _OOM in last_exit or last_exit.startswith(("exit status 2", "exit status 4", "cannot start", "no scope")):
+    if _OOM in last_exit or last_exit.startswith(("exit status 2", "exit status 4", "cannot start", NO_SCOPE)):
         return None
     if last_exit.startswith("no step for"):
         return "engine:stalled"

@@ -19,7 +19,7 @@ from typing import Any
 from appliance.hostconfig import HostConfig
 from appliance.launcher.health import Health, Question, Reply, StallWatch, read_health
 from appliance.launcher.last_words import LastWords
-from appliance.launcher.lifecycle import LIVE, State, check_transition
+from appliance.launcher.lifecycle import LIVE, NO_SCOPE, State, check_transition
 from appliance.launcher.loop import READ, Loop, Timer
 from appliance.launcher.restart import FINAL_STATUSES, Backoff, exit_text
 from appliance.launcher.scope import Findings, check_scope, oom_kills, own_cgroup, processes_in
@@ -170,7 +170,7 @@ class EngineProcess:
         if self.state is not State.STARTING or self.pid is None or self.spec is None:
             return  # it was told to end meanwhile
         if not answer["ok"]:
-            self._kill(f"no scope: {answer['error']}")
+            self._kill(f"{NO_SCOPE}{answer['error']}")
             return
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return  # it died, and is reaped next: what it leaves in /proc is not to be judged

@@ -23,6 +23,10 @@ class State(StrEnum):
     FAILED = "failed"  # gave up
 
 
+NO_SCOPE = "no scope: "
+"""How `last_exit` begins where systemd made no scope, mostly not in time: the host's doing, not that of the engine or its
+release. The launcher tries again."""
+
 LIVE = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})
 """Something of it may still hold the device."""
 

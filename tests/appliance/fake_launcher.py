@@ -73,12 +73,12 @@ class FakeFleet:
             return json.loads(sock.makefile().readline())  # type: ignore[no-any-return]
 
     def script(self, gpu: int, **values: Any) -> None:
-        """Of engines, by release: dies={release: text}, hangs=[release] (they stay loading), salt={release: text}
-        (other logits), weights={release: text} (another checksum), flipped=[release] (the arena is not what was
-        loaded), nan=[release], broken=[release] (500 to clients), slow={release: seconds}, garbled=[release]
-        (nonsense with status 200). Of all: device=name (claims to be this GPU), shift=float (added to a log
-        probability). Of the launcher: refuse={op: text}, deaf=True (closes without an answer), log=[] (clears the log
-        of ops)."""
+        """Of engines, by release: dies={release: text}, hangs=[release] (they stay loading), late=[release] (systemd
+        makes no scope in time, once), salt={release: text} (other logits), weights={release: text} (another checksum),
+        flipped=[release] (the arena is not what was loaded), nan=[release], broken=[release] (500 to clients),
+        slow={release: seconds}, garbled=[release] (nonsense with status 200). Of all: device=name (claims to be this
+        GPU), shift=float (added to a log probability). Of the launcher: refuse={op: text}, deaf=True (closes without
+        an answer), log=[] (clears the log of ops)."""
         assert self.ask(gpu, "script", **values)["ok"]
 
     def log(self, gpu: int) -> list[str]:
@@ -146,7 +146,7 @@ class Launcher:
             {
                 "release": name,
                 "state": engine.state,
-                "restarts": 0,
+                "restarts": engine.restarts,
                 "last_exit": engine.last_exit,
                 "progress": 0.5,
                 "socket": str(engine.path),
@@ -207,6 +207,7 @@ class Launcher:
 
 class Engine:
     last_exit: str | None = None
+    restarts = 0
 
     def __init__(self, launcher: Launcher, name: str) -> None:
         self.launcher, self.name, self.state = launcher, name, "loading"
@@ -246,6 +247,13 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        if self.listed("late"):  # as the launcher does it: away, a while, and once more
+            self.last_exit, self.state = "no scope: systemd did not answer within 20 s", "backoff"
+            self.launcher.write()
+            time.sleep(0.5)
+            self.restarts, self.state = 1, "loading"
+            self.launcher.write()
+            time.sleep(0.5)
         text = self.launcher.values.get("dies", {}).get(self.name)
         if text is None and self.name not in self.launcher.values.get("hangs", []):
             try:

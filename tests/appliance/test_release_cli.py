@@ -179,6 +179,20 @@ def test_a_failure_before_the_commit_point_is_undone(
     assert run("use", "v2")["changed"] is True and everywhere(two) == {"v2": "ready"} and left_over(paths) == {}
 
 
+def test_a_systemd_that_is_late_with_the_scope_is_not_the_releases_fault(
+    two: FakeFleet, run: Command, paths: Paths
+) -> None:
+    two.script(1, late=["v2"])
+    assert run("use", "v2")["changed"] is True
+    assert read_slot(paths, "stable") == "v2" and everywhere(two) == {"v2": "ready"}
+
+
+def test_what_ends_after_a_late_scope_does_not_start(two: FakeFleet, run: Command, paths: Paths) -> None:
+    two.script(1, late=["v2"], dies={"v2": "killed by SIGSEGV"})
+    assert "v2 does not start on GPU 1: killed by SIGSEGV" in run("use", "v2", code=1)["message"]
+    assert read_slot(paths, "stable") == "v1"
+
+
 def test_no_progress_ends_in_time(two: FakeFleet, run: Command, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     paths.config.write_text(paths.config.read_text() + "[engine]\nstart_timeout = 5\n")
     monkeypatch.setattr(fleet_module, "_PATIENCE", 0.3 - 5)
