@@ -24,8 +24,8 @@ class State(StrEnum):
 
 
 NO_SCOPE = "no scope: "
-"""How `last_exit` begins where systemd made no scope, mostly not in time: the host's doing, not that of the engine or of
-its release. The launcher tries again."""
+"""How `last_exit` begins where systemd made no scope, mostly not in time: the host's doing, not the engine's or
+its release's. The launcher tries again."""
 
 LIVE = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})
 """Something of it may still hold the device."""
