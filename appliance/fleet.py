@@ -19,6 +19,7 @@ from appliance.paths import Paths
 
 POLL_SECONDS = 0.1
 _PATIENCE = 30.0  # beyond start_timeout, which the launcher keeps itself
+_LATE_SCOPES = 5  # so often systemd may be late with a scope before a release is not put into service
 _UNSEEN_SECONDS = 15.0  # a launcher that was asked for an engine lists it at once
 
 
@@ -83,8 +84,8 @@ class Fleet:
     def wait_ready(self, gpus: Collection[int], release: str, seen: Callable[[int], None] = lambda _: None) -> None:
         """Until `release` is ready on all `gpus`; `seen(gpu)` as each becomes so. FleetError as soon as one of them
         ends or gives up: a release that does not start at the first try is not put into service. (Where systemd was
-        late with the scope it is not the release's fault, and the launcher tries again.) FleetTimeout without progress
-        for as long as the launcher itself would wait, and a little more."""
+        late with the scope it is not the release's fault; the launcher tries again, and that is waited for a few
+        times.) FleetTimeout without progress for as long as the launcher itself would wait, and a little more."""
         patience = self.config.engine.start_timeout + _PATIENCE
         restarts = {gpu: self._engine(gpu, release).get("restarts") or 0 for gpu in gpus}
         waiting, changed = sorted(gpus), time.monotonic()
@@ -142,9 +143,10 @@ class Fleet:
 
 def _does_not_start(engine: dict[str, Any], restarts: int) -> bool:
     """`restarts`: how many there had been before."""
-    if str(engine.get("last_exit") or "").startswith(NO_SCOPE):
-        return engine.get("state") == State.FAILED  # the launcher gave up
-    return engine.get("state") in (State.BACKOFF, State.FAILED) or (engine.get("restarts") or 0) > restarts
+    late = str(engine.get("last_exit") or "").startswith(NO_SCOPE)  # the launcher tries that without end
+    allowed = _LATE_SCOPES if late else 0
+    given_up = (State.FAILED,) if late else (State.BACKOFF, State.FAILED)
+    return engine.get("state") in given_up or (engine.get("restarts") or 0) > restarts + allowed
 
 
 def engine_of(state: dict[str, Any], release: str) -> dict[str, Any]:

@@ -349,7 +349,10 @@ class EngineProcess:
     def _settle(self, state: State | None) -> None:
         """It ended by itself or could not be started: failed, or again after a while."""
         self.progress = None
-        delay = self._backoff.ended(self._loop.time()) if state is None else None
+        delay = None
+        if state is None:
+            no_scope = str(self.last_exit).startswith(NO_SCOPE)
+            delay = self._backoff.not_started() if no_scope else self._backoff.ended(self._loop.time())
         if delay is not None:
             self.retry_at = round(time.time() + delay, 3)
             self._timer("retry", delay, self._retry)

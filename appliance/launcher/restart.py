@@ -18,19 +18,28 @@ class Backoff:
     limit: int
     window: float
     ends: list[float] = field(default_factory=list)
+    late: int = 0  # starts in a row for which systemd was late
 
     def ended(self, now: float) -> float | None:
         """An engine ended at `now` (monotonic): the delay before its next start, or None: it stays down."""
         self.ends = [end for end in self.ends if now - end < self.window]
         self.ends.append(now)
-        count = len(self.ends)
-        if count >= self.limit:
-            return None
+        self.late = 0
+        return None if len(self.ends) >= self.limit else self._delay(len(self.ends))
+
+    def not_started(self) -> float:
+        """It was not the engine that ended: systemd made no scope in time, as on a host that is just booting. That is
+        tried again without end and does not count."""
+        self.late += 1
+        return self._delay(self.late)
+
+    def _delay(self, count: int) -> float:
         return min(self.first_delay * 2.0 ** min(count - 1, 60), self.max_delay)
 
     def reset(self) -> None:
         """Somebody asked for it: what happened before does not count."""
         self.ends.clear()
+        self.late = 0
 
 
 def exit_text(returncode: int, *, killed_because: str | None = None, oom: bool = False, said: str = "") -> str:

@@ -156,6 +156,18 @@ def test_systemd_that_fails_leads_to_backoff_and_no_engine(world: World) -> None
     assert len(world.starts("r1")) == 1
 
 
+def test_systemd_may_be_late_more_often_than_an_engine_may_end(world: World) -> None:
+    """As on a host that is just booting: no GPU stays out of service for it."""
+    world.add_release("r1")
+    world.use("r1")
+    world.scopes.start_error = "systemd did not answer within 20 s"
+    world.start()
+    limit = world.launcher.config.restart.limit
+    world.until(lambda: len(world.scopes.plans) > limit + 1)
+    world.scopes.start_error = None
+    world.reach("r1", "ready")
+
+
 def test_no_process_to_be_had_is_backoff_not_the_end_of_the_launcher(world: World) -> None:
     world.add_release("r1")
     world.use("r1")

@@ -40,6 +40,13 @@ def test_old_ends_are_forgotten() -> None:
     assert [backoff.ended(now) for now in (0, 99, 150, 240)] == [1, 2, 2, 2]  # never three within 100 s
 
 
+def test_a_systemd_that_is_late_never_counts_and_is_asked_again_for_ever() -> None:
+    backoff = Backoff(first_delay=1, max_delay=5, limit=3, window=600)
+    assert [backoff.not_started() for _ in range(6)] == [1, 2, 4, 5, 5, 5]
+    assert [backoff.ended(now) for now in range(2)] == [1, 2], "what the engine does itself counts from one"
+    assert backoff.not_started() == 1
+
+
 def test_ends_in_words() -> None:
     assert exit_text(-9) == "killed by SIGKILL"
     assert exit_text(0) == "exit status 0"
