@@ -191,7 +191,10 @@ class Commands:
             last = self._run(None)
             if last.phase not in (Phase.ABORTED, Phase.FAILED):
                 raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
-            start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
+            start = Start(
+                release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True,
+                other_model_name=last.other_model_name,
+            )  # fmt: skip
             return self._as_before(start, last)
         if op == "undo":
             return self._undo(request)
@@ -215,7 +218,8 @@ class Commands:
         store, force = self._controller.store, request.pop("force", False) is True
         serving = pointer(store.paths, "stable")
         last = undoing.former(store.history(), serving, request.pop("to", None), force=force)
-        return self._as_before(Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last)
+        start = Start(release=last.stable, skip_analysis=True, ignore_cooldown=True, other_model_name=True)
+        return self._as_before(start, last)
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:
         controller, at = self._controller, now()
@@ -224,7 +228,8 @@ class Commands:
         return Run(
             id=controller.store.next_id(), release=start.release, stable=stable, policy=policy, boot_id=boot_id(),
             created_at=at.utc, by=by, placement=controller.placement.fleet().config.engine.placement,
-            manual=start.manual, dry_run=start.dry_run, skip_analysis=start.skip_analysis, seq=1, entered=at.boot,
+            manual=start.manual, dry_run=start.dry_run, skip_analysis=start.skip_analysis,
+            other_model_name=start.other_model_name, seq=1, entered=at.boot,
             entered_at=at.utc, progress=at.boot,
             last_event={"event": "created", "seq": 1, "phase": "starting", "by": by, "steps": policy.steps},
         )  # fmt: skip

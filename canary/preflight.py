@@ -37,6 +37,7 @@ class Start(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     dry_run: bool = False
     skip_analysis: bool = False
     ignore_cooldown: bool = False
+    other_model_name: bool = False  # clients that ask for stable's name may get 404 from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def run_checks(
         ("run", lambda: _run(last, start, now)),
         ("release", lambda: _release(paths, store, start)),
         ("stable", lambda: _stable(paths, store, start.release, on)),
+        ("model name", lambda: _model_name(paths, store, start)),
         ("gpus", lambda: _gpus(fleet, start.release)),
         ("gateways", lambda: _gateways(paths)),
         ("metrics", lambda: _metrics(samples)),
@@ -145,6 +147,22 @@ def _stable(paths: Paths, store: ReleaseStore, name: str, on: bool) -> Iterator[
         yield Check("stable", "refused", why, "`canary cleanup` empties it")
         return
     yield Check("stable", "ok", f"{stable} is in service")
+
+
+def _model_name(paths: Paths, store: ReleaseStore, start: Start) -> Iterator[Check]:
+    """What clients call it: the judge counts no 404, so it would never see that they ask for another name."""
+    if (stable := pointer(paths, "stable")) is None:
+        return  # `_stable` says so
+    ours, asked = store.get(start.release).model_name, store.get(stable).model_name
+    if ours == asked:
+        yield Check("model name", "ok", f"clients call it {ours}, as they do {stable}")
+        return
+    text = (
+        f"clients call {stable} {asked!r} and {start.release} {ours!r}: from {start.release}, who asks for {asked!r}"
+        f" gets 404, and no verdict counts that"
+    )
+    again = f"`appliance release add NAME --model MODEL --model-name {asked}`, or --other-model-name if you mean it"
+    yield Check("model name", "warn" if start.other_model_name else "refused", text, again)
 
 
 def identity(paths: Paths, release: Release) -> dict[str, Any]:

@@ -87,6 +87,10 @@ def _policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manual", action="store_true", help="each step waits for `canary promote`")
     parser.add_argument("--dry-run", action="store_true", help="judge only: no weight changes, nothing is promoted")
     parser.add_argument("--ignore-cooldown", action="store_true", help="start although the last run has just failed")
+    parser.add_argument(
+        "--other-model-name", action="store_true",
+        help="although clients call it otherwise than stable: those that ask for stable's name get 404 from it",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,7 +158,7 @@ def _check(paths: Paths, args: argparse.Namespace) -> int:
     if args.json:
         emit_json(document)
     for check in () if args.json else document["checks"]:
-        words = f"{check['status']:<8} {check['name']:<9} {printable(check['text'])}"
+        words = f"{check['status']:<8} {check['name']:<10} {printable(check['text'])}"
         print(mark(_MARKS[check["status"]], sys.stdout) + words)
         if check["hint"] and check["status"] != "ok":
             print(f"  hint: {printable(check['hint'])}")
@@ -175,7 +179,7 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
         policy["ttft_not_worse"] = False
     return {
         "release": args.release, "policy": policy, "manual": args.manual, "dry_run": args.dry_run,
-        "ignore_cooldown": args.ignore_cooldown,
+        "ignore_cooldown": args.ignore_cooldown, "other_model_name": args.other_model_name,
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from canary.store import Store
 from tests.canary.processes import ControllerProcess
 from tests.canary.stand_ins import make_parts
 from tests.canary.test_life import check_rolled_back, wait_for
+from tests.canary.test_preflight import add_renamed
 from tests.canary.world import QUICK, World
 
 QUICK_OPTIONS = [
@@ -121,6 +122,18 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
         assert code == 0 and "run 1 is over: rolled back" in shown and "stable is v1; nothing to do" in shown
         assert command(capsys, "resume")[0] == 4
     check_rolled_back(world)
+
+
+def test_another_model_name_is_refused_unless_it_is_meant(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    add_renamed(world)
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        code, document, _ = command(capsys, "start", "renamed", *QUICK_OPTIONS)
+        assert code == 4 and "gets 404" in document["error"]["message"]
+        code, shown = text(capsys, "check", "renamed")
+        assert code == 4 and "refused  model name clients call v1 'tiny'" in shown and "--model-name tiny" in shown
+        found = command(capsys, "check", "renamed", "--other-model-name")[1]["checks"]
+        assert [check["status"] for check in found if check["name"] == "model name"] == ["warn"]
 
 
 @pytest.mark.parametrize("stage", ["observe", "verify"])
