@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from appliance.events import read_events
 from appliance.log import ExitCode
+from appliance.service_facts import canary, describe
 from appliance.slots import pointer
 from canary import machine, rollback_cli, rules_cli, status_cli
 from canary.cli import main
@@ -124,6 +125,9 @@ def test_a_full_disk_in_mid_run_ends_the_run_and_not_the_controller(disk: World)
         assert disk.engines() == [["v1", "v2"]] * disk.gpus and pointer(disk.paths, "canary") == "v2"
         saved = Store(disk.paths).load()
         assert saved is not None and saved.phase == "step"
+        until(
+            lambda: "rolling back, rule 0 %" in describe(canary(disk.paths) or {}), "`appliance status` shows the file"
+        )
         free(disk)
         run = controller.run_to_end()
     assert run is not None and run["phase"] == "failed" and "No space left" in run["reason"] and not run["problem"]
