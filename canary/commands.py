@@ -20,7 +20,7 @@ from canary.placement import Placement
 from canary.preflight import Check, Start, now, run_checks
 from canary.run import MAX_REASON_CHARS, Hook, Phase, Run, check_policy, to_state
 from canary.seams import Rules
-from canary.settings import load_settings, merge
+from canary.settings import load_settings, merge, without
 from canary.store import Store, boot_id
 from canary.types import Policy
 from canary.worker import Worker
@@ -203,7 +203,8 @@ class Commands:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
-        return Wanted(start, merge(settings.policy, start.policy), settings.hooks)
+        policy = merge(settings.policy, start.policy)
+        return Wanted(start, without(policy, "itl") if start.no_itl else policy, settings.hooks)
 
     def _as_before(self, start: Start, last: Run) -> Wanted:
         """With the policy of that run, so a canary.toml that cannot be used is no reason not to: its hooks, too."""

@@ -37,6 +37,7 @@ class Start(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     dry_run: bool = False
     skip_analysis: bool = False
     ignore_cooldown: bool = False
+    no_itl: bool = False  # without the limits of inter-token latency that the policy has
     other_model_name: bool = False  # clients that ask for stable's name may get 404 from it
 
 

@@ -25,6 +25,7 @@ examples:
   canary start v2 --steps 1,10,100 --step-time 10m --limit itl=60ms:1% --limit ttft=500ms:5%
   canary start v2 --manual                             each step waits for `canary promote`
   canary start v2 --blue-green                         0 -> 100 % in one step, judged there
+  canary start v2 --no-itl --no-ttft                   of clients that never stream: those two could not be measured
   canary start v2 --wait || echo "not promoted"
 What is not given comes from /etc/appliance/canary.toml, then from the defaults. A policy file is TOML with those keys.
 exit codes: 0 started (--wait: settled), 1 failed (--wait: rolled back), 2 usage, 3 --wait: timed out, or it waits for a
@@ -74,7 +75,11 @@ def _policy_options(parser: argparse.ArgumentParser) -> None:
         "--limit", type=limit, action="append", metavar="METRIC=TIME[:SHARE]",
         help="at most SHARE of itl, ttft or request times may be TIME or longer (itl=80ms:1%%); repeatable",
     )  # fmt: skip
-    group.add_argument("--no-ttft", action="store_true", help="do not compare the time to first token with stable's")
+    group.add_argument("--no-itl", action="store_true", help="no limit of itl: only requests that stream have one")
+    group.add_argument(
+        "--no-ttft", action="store_true",
+        help="do not compare the time to first token with stable's: only requests that stream have one",
+    )  # fmt: skip
     group.add_argument("--alpha", type=share, metavar="SHARE", help="chance of a false rollback (5%%)")
     group.add_argument("--min-requests", type=int, metavar="N", help="of the canary in each step (300)")
     group.add_argument("--min-connections", type=int, metavar="N", help="of the canary in each step (20)")
@@ -175,11 +180,13 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
         if args.steps:
             raise UsageError("--blue-green and --steps exclude each other")
         policy["steps"] = [100]
+    if args.no_itl and any(limit["metric"] == "itl" for limit in args.limit or ()):
+        raise UsageError("--no-itl and --limit itl exclude each other")
     if args.no_ttft:
         policy["ttft_not_worse"] = False
     return {
         "release": args.release, "policy": policy, "manual": args.manual, "dry_run": args.dry_run,
-        "ignore_cooldown": args.ignore_cooldown, "other_model_name": args.other_model_name,
+        "ignore_cooldown": args.ignore_cooldown, "no_itl": args.no_itl, "other_model_name": args.other_model_name,
     }  # fmt: skip
 
 

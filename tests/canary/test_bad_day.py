@@ -121,6 +121,9 @@ def test_a_full_disk_in_mid_run_ends_the_run_and_not_the_controller(disk: World)
         with pytest.raises(ControllerError) as refused:
             controller.call("promote")
         assert refused.value.exit_code == ExitCode.REFUSED
+        with pytest.raises(ControllerError) as refused:
+            start(disk, controller)
+        assert refused.value.exit_code == ExitCode.BUSY  # the run is on until it can be saved
         time.sleep(0.3)  # nothing but the rule is done without a record
         assert disk.engines() == [["v1", "v2"]] * disk.gpus and pointer(disk.paths, "canary") == "v2"
         saved = Store(disk.paths).load()

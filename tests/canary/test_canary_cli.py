@@ -87,7 +87,8 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
     assert command(capsys, "start", "v2")[0] == 1  # no controller
     for wrong in (
         ("start",), ("start", "v2", "--limit", "itl"), ("start", "v2", "--steps", "a"), ("weight", "101"),
-        ("start", "v2", "--error-rate", "2"), ("pause", "x"), ("start", "v2", "--step-time", "5 minutes"),
+        ("start", "v2", "--error-rate", "2"), ("start", "v2", "--no-itl", "--limit", "itl=1s"),
+        ("pause", "x"), ("start", "v2", "--step-time", "5 minutes"),
     ):  # fmt: skip
         assert command(capsys, *wrong)[0] == 2, wrong
     world.script.set(verdict="inconclusive")
@@ -134,6 +135,18 @@ def test_another_model_name_is_refused_unless_it_is_meant(world: World, capsys: 
         assert code == 4 and "refused  model name clients call v1 'tiny'" in shown and "--model-name tiny" in shown
         found = command(capsys, "check", "renamed", "--other-model-name")[1]["checks"]
         assert [check["status"] for check in found if check["name"] == "model name"] == ["warn"]
+
+
+def test_no_itl_takes_the_limit_out_of_whichever_policy(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = [{"metric": "itl", "seconds": 0.08}, {"metric": "request", "seconds": 5.0}]
+    tables = "".join(f'[[policy.limits]]\nmetric = "{x["metric"]}"\nseconds = {x["seconds"]}\n' for x in limits)
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        assert command(capsys, "check", "v2", "--no-itl")[1]["policy"]["limits"] == []
+        world.paths.canary_config.write_text(tables)
+        for options, metrics in (([], ["itl", "request"]), (["--no-itl"], ["request"])):
+            policy = command(capsys, "check", "v2", *options)[1]["policy"]
+            assert [limit["metric"] for limit in policy["limits"]] == metrics
 
 
 @pytest.mark.parametrize("stage", ["observe", "verify"])
