@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from appliance.launcher.control_server import Client, failure
-from appliance.log import ApplianceError, UsageError
+from appliance.log import ApplianceError, BusyError, UsageError
 from appliance.slots import pointer, set_slot
 from canary import happenings, undoing
 from canary.controller import Controller
 from canary.placement import Placement
-from canary.preflight import Check, Start, now, run_checks
+from canary.preflight import Check, Start, busy, now, run_checks
 from canary.run import MAX_REASON_CHARS, Hook, Phase, Run, check_policy, to_state
 from canary.seams import Rules
 from canary.settings import load_settings, merge, without
@@ -94,7 +94,8 @@ class Commands:
         """The present run; a command that names another one is refused, so that it never hits a newer one."""
         run = self._controller.run
         if run is None:
-            raise happenings.Refused("there was no run on this host yet", hint="canary start RELEASE")
+            text, hint = self._controller.store.no_run()
+            raise happenings.Refused(text, hint=hint)
         if pinned not in (None, run.id):
             raise happenings.Refused(f"run {pinned} is not the present one, {run.id} is", hint="`canary list`")
         return run
@@ -216,6 +217,9 @@ class Commands:
 
     def _undo(self, request: dict[str, Any]) -> Wanted:
         """Back to what served before the last settled run, or run `to`."""
+        if (on := self._controller.run) is not None and not on.over:
+            text, end = busy(on)
+            raise BusyError(text, hint=end)
         store, force = self._controller.store, request.pop("force", False) is True
         serving = pointer(store.paths, "stable")
         last = undoing.former(store.history(), serving, request.pop("to", None), force=force)

@@ -90,9 +90,7 @@ def run_checks(
 
 def _run(last: Run | None, start: Start, now: Now) -> Iterator[Check]:
     if last is not None and not last.over:
-        busy = f"run {last.id} of {last.release} is on ({last.phase})"
-        end = f"`canary rollback {last.id}` ends it" if last.abortable else "`canary status --wait`, then again"
-        yield Check("run", "refused", busy, end, ExitCode.BUSY)
+        yield Check("run", "refused", *busy(last), ExitCode.BUSY)
         return
     left = cooldown_left(last, now)
     if left > 0 and last is not None:
@@ -103,6 +101,12 @@ def _run(last: Run | None, start: Start, now: Now) -> Iterator[Check]:
         yield Check("run", "warn", text)
     else:
         yield Check("run", "ok", "no other run is on")
+
+
+def busy(run: Run) -> tuple[str, str]:
+    """What to say, and what to do, where `run` is on."""
+    end = f"`canary rollback {run.id}` ends it" if run.abortable else "`canary status --wait`, then again"
+    return f"run {run.id} of {run.release} is on ({run.phase})", end
 
 
 def cooldown_left(last: Run | None, now: Now) -> float:

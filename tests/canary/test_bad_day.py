@@ -379,6 +379,24 @@ def test_killed_while_it_takes_over_what_a_lost_run_has_left(world: World, effec
     assert len(list(world.paths.state.glob("canary.json.damaged-*"))) == 1
 
 
+def test_an_idle_state_that_was_damaged_is_not_no_run_ever(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller)
+        controller.run_to_end()
+    world.paths.canary_run.write_text("{]")
+    with ControllerProcess(world.paths) as controller:
+        until(lambda: controller.call("status")["run"] is None, "it knows a run")
+        for verb, code in (("status", 1), ("retry", 4), ("rollback", 4), ("pause", 4)):
+            capsys.readouterr()
+            assert main([verb]) == code
+            err = capsys.readouterr().err
+            assert "canary.json.damaged-" in err and "canary list" in err and "no run on this host" not in err
+        assert main(["list"]) == 0 and "settled" in capsys.readouterr().out
+    for aside in world.paths.state.glob("canary.json.damaged-*"):
+        aside.unlink()
+    assert main(["status"]) == 1 and "which run was the last is not known" in capsys.readouterr().err
+
+
 def test_cleanup_with_a_damaged_state(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     orphan(world, "truncated")
     assert main(["cleanup"]) == 0

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 
 from appliance.canary_guard import refuse_during_run
-from appliance.log import BusyError
+from appliance.events import append_event
+from appliance.log import ApplianceError, BusyError
+from appliance.releases import ReleaseStore
 from appliance.slots import pointer
 from canary import asking, rollback_cli, rules_cli, status_cli
 from canary.cli import COMMANDS, main
+from canary.run import Phase
 from canary.store import Store
 from tests.canary.processes import ControllerProcess
 from tests.canary.stand_ins import make_parts
 from tests.canary.test_life import check_rolled_back, wait_for
+from tests.canary.test_machine import make
 from tests.canary.test_preflight import add_renamed
 from tests.canary.world import QUICK, World
 
@@ -105,6 +109,11 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
         code, document, _ = command(capsys, "start", "v2", *QUICK_OPTIONS)
         assert code == 5 and "no run is on" not in document["error"]["message"]
         wait_for(world, lambda run: run.stage == "observe")
+        code, document, _ = command(capsys, "undo")
+        assert code == 5 and "canary rollback 1" in document["error"]["hint"]
+        with pytest.raises(ApplianceError) as refused:
+            ReleaseStore(world.paths).remove("v2")
+        assert refused.value.exit_code == 4 and "canary rollback 1" in str(refused.value.hint)
         assert command(capsys, "pause", "7")[0] == 4  # pinned to another run
         assert command(capsys, "pause")[0] == 0
         code, document, _ = command(capsys, "status", "--wait")
@@ -245,6 +254,19 @@ def test_events_follow_prints_json_lines(world: World, capsys: pytest.CaptureFix
     code = main(["events", "--json", "-n", "3"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0 and [json.loads(line)["event"] for line in lines][-1] == "canary_settled"
+
+
+def test_people_see_twelve_digits_of_a_digest_and_programs_all(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = "0123456789ab" + 52 * "c"
+    reason = f"answer {digest} instead of {digest}"
+    Store(world.paths).save(make(phase=Phase.FAILED, reason=reason))
+    append_event(world.paths.events, "canary_failed", run="1", reason=reason)
+    for verb in ("list", "events"):
+        shown = text(capsys, verb)[1]
+        assert "0123456789ab" in shown and "abcc" not in shown
+        assert main([verb, "--json"]) == 0 and reason in capsys.readouterr().out
 
 
 def test_cleanup_and_rules_without_a_controller(world: World, capsys: pytest.CaptureFixture[str]) -> None:
