@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from appliance.paths import Paths
 from appliance.statefile import read_state
@@ -43,7 +43,7 @@ def _said_of(run: Document, said: Document) -> Document:
     return {"phase": said["phase"], "weight": weight, "rule": rule}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
