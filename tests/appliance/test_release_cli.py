@@ -262,7 +262,7 @@ def test_canary_slot_beside_stable(two: FakeFleet, run: Command, paths: Paths) -
 
 
 def test_no_golden_answers_is_a_warning(two: FakeFleet, run: Command) -> None:
-    run("add", "v3", "--model", "tiny", "--golden", "skip")
+    run("add", "v3", "--model", "tiny", "--model-name", "chat", "--golden", "skip")
     warnings = run("use", "v3")["warnings"]
     assert len(warnings) == 2 and "no golden answers of v3 were recorded on cpu" in warnings[0]
 
