@@ -21,6 +21,14 @@ class RunOn:
     stable: str
     phase: str
 
+    @property
+    def way_out(self) -> str:
+        """How it ends."""
+        if self.phase == _COMMITTED:
+            undo = f"{self.release} is promoted and settles: `canary undo` takes it back"
+            return f"{undo}, or `canary status --wait`, then again"
+        return f"end it with `canary rollback {self.id}`, or wait for it with `canary status --wait`"
+
 
 def run_on(paths: Paths) -> RunOn | None:
     """The run that is not over, or None. StateError for a file that cannot be understood: whether one is on is then
@@ -41,13 +49,7 @@ def refuse_during_run(paths: Paths, what: str) -> None:
     run = run_on(paths)
     if run is None:
         return
-    if run.phase == _COMMITTED:
-        hint = (
-            f"{run.release} is promoted and settles: `canary undo` takes it back, or `canary status --wait`, then again"
-        )
-    else:
-        hint = f"end it with `canary rollback {run.id}`, or wait for it with `canary status --wait`"
     raise BusyError(
         f"the canary run {run.id} of {run.release} against {run.stable} is on ({run.phase}), so {what} is refused",
-        hint=hint,
+        hint=run.way_out,
     )

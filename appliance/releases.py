@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from appliance.canary_guard import run_on
 from appliance.hostconfig import ContextTokens, Count
 from appliance.log import ApplianceError, ExitCode, Progress, UsageError
 from appliance.paths import RELEASE_NAME, Paths
@@ -264,12 +265,12 @@ class ReleaseStore:
         if slots := slots_of(self.paths, name):
             raise ReleaseRefused(
                 f"the release {name!r} is what the slot {' and '.join(slots)} points at",
-                hint="point it at another one first: appliance release use NAME",
+                hint=_run_hint(self.paths, name) or "point it at another one first: appliance release use NAME",
             )
         if gpus := running_on(self.paths, name):
             raise ReleaseRefused(
                 f"the release {name!r} runs on GPU {', '.join(map(str, gpus))}",
-                hint="see `appliance status`; finish or roll back the canary or the change that started it",
+                hint=_run_hint(self.paths, name) or "see `appliance status`; finish the change that started it",
             )
         with explained(f"cannot remove the release {name}"):
             retired = self._tmp() / name
@@ -279,6 +280,15 @@ class ReleaseStore:
 
     def _tmp(self) -> Path:
         return self.paths.releases / ".tmp"
+
+
+def _run_hint(paths: Paths, release: str) -> str | None:
+    """What ends the canary run that needs it: `release use` is refused meanwhile."""
+    with suppress(StateError, OSError):
+        run = run_on(paths)
+        if run is not None and release in (run.release, run.stable):
+            return f"the canary run {run.id} needs it: {run.way_out}"
+    return None
 
 
 def running_on(paths: Paths, release: str) -> list[int]:

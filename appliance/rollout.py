@@ -45,6 +45,7 @@ class Outcome:
     gpus: list[int] = field(default_factory=list)  # that serve it now
     away: dict[int, str] = field(default_factory=dict)  # GPU -> why it does not take part; it follows when it is back
     warnings: list[str] = field(default_factory=list)
+    renamed: str | None = None  # what clients with the former model name get from now on
 
 
 @dataclass(slots=True)
@@ -199,9 +200,27 @@ class Rollout:
     def _commit(self, outcome: Outcome) -> None:
         self.leases.retire(outcome.previous)
         self.leases.retired(self.release.name)
+        outcome.renamed = self._renamed(outcome.previous)
         set_slot(self.fleet.paths, self.slot, self.release.name)
         outcome.changed = True
-        self._event("release_use_committed", outcome)
+        outcome.warnings += [outcome.renamed] if outcome.renamed else []
+        self._event("release_use_committed", outcome, warning=outcome.renamed)
+
+    def _renamed(self, previous: str | None) -> str | None:
+        """Where clients call it otherwise than the release that it replaces."""
+        if previous is None or self.slot != "stable":
+            return None
+        try:
+            former = self.store.get(previous).model_name
+        except ApplianceError:
+            return None  # what cannot be read is no reason not to replace it
+        if former == (name := self.release.model_name):
+            return None
+        return (
+            f"MODEL NAME CHANGED: {self.release.name} is called {name!r}, {previous} was {former!r}:"
+            f" clients that ask for {former!r} get 404 from now on"
+            f" (`appliance release add NAME --model MODEL --model-name {former}` keeps the name)"
+        )
 
     def _undo(self, error: BaseException, outcome: Outcome, resync: Iterable[int] = ()) -> None:
         """Stops what was started; a replaced engine comes back by op sync, since the pointer still names it."""
@@ -272,7 +291,8 @@ class Rollout:
     def _unfinished(self, error: ApplianceError, outcome: Outcome) -> Unfinished:
         self._event("release_use_unfinished", outcome, error=error.message)
         failed = Unfinished(
-            f"{self.slot} is {self.release.name} now, but not everywhere: {error.message}",
+            f"{self.slot} is {self.release.name} now, but not everywhere: {error.message}"
+            + (f"; {outcome.renamed}" if outcome.renamed else ""),
             hint=f"see `appliance status`; `appliance release use {self.release.name}` again finishes it",
         )
         failed.exit_code = error.exit_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from appliance.paths import Paths
 from appliance.statefile import read_state
@@ -14,6 +14,7 @@ Document = dict[str, Any]
 SILENT_SECONDS = 30.0  # a controller says every 10 s, and every 5 s in a run, that it lives (canary/controller.py)
 _SCHEMA = 1
 _ENDED = ("settled", "aborted", "failed")  # canary/run.py:ENDED
+_CARRIES_NONE = ("rolling_back", "settling")  # canary/goals.py: the weight of its step is no goal any more
 _SHOWN = ("release", "stable", "phase", "stage", "weight", "paused", "held", "reason")
 
 
@@ -23,12 +24,27 @@ def canary(paths: Paths) -> Document | None:
     run = read_state(paths.canary_run, schema=_SCHEMA)
     if run is None:
         return None
-    said = (read_state(paths.canary_alive, schema=_SCHEMA) or {}).get("at")
-    seen = float(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
+    said = read_state(paths.canary_alive, schema=_SCHEMA) or {}
+    at = said.get("at")
+    seen = float(at) if _is_number(at) else None
     silent = None if seen is None else round(max(0.0, time.time() - seen), 1)
     controller = {"seen": seen, "alive": None if silent is None else silent <= SILENT_SECONDS}
     on = run.get("phase") not in _ENDED
-    return {"run": run.get("id"), "on": on} | {key: run.get(key) for key in _SHOWN} | {"controller": controller}
+    shown = {"run": run.get("id"), "on": on} | {key: run.get(key) for key in _SHOWN}
+    return shown | _said_of(run, said if on and controller["alive"] else {}) | {"controller": controller}
+
+
+def _said_of(run: Document, said: Document) -> Document:
+    """What the controller says of this run beside its file, which a full disk may keep from being written. `rule`: the
+    share that the kernel was last seen to give it, null where that is not known."""
+    if said.get("run") != run.get("id") or not isinstance(said.get("phase"), str):
+        return {"rule": None}
+    rule, weight = (said.get(key) if _is_number(said.get(key)) else None for key in ("rule", "weight"))
+    return {"phase": said["phase"], "weight": weight, "rule": rule}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def watchdog(paths: Paths, root: Path = Path("/")) -> Document | None:
@@ -56,9 +72,18 @@ def problems(canary: Document | None, watchdog: Document | None) -> list[str]:
 
 def describe(canary: Document) -> str:
     """One line: which run, and where it stands."""
-    words = f"canary run {canary['run']} of {canary['release']} against {canary['stable']}: {canary['phase']}"
-    weight = canary["weight"]
+    phase = str(canary["phase"]).replace("_", " ")
+    words = f"canary run {canary['run']} of {canary['release']} against {canary['stable']}: {phase}"
     if canary["on"]:
-        words += f", {weight:g} % of new connections" if isinstance(weight, int | float) else ", weight unknown"
+        words += f", {_share(canary)}"
         words += ", paused" if canary["paused"] else ", waits for `canary promote`" if canary["held"] else ""
     return words
+
+
+def _share(canary: Document) -> str:
+    """Of new connections: what the rule gives it, and what it should, where that is something else."""
+    weight, rule = canary["weight"], canary["rule"]
+    given = "rule unknown" if rule is None else f"rule {rule:g} % of new connections"
+    if canary["phase"] in _CARRIES_NONE or not _is_number(weight):
+        return given
+    return f"{weight:g} % of new connections" if rule == weight else f"set {weight:g} %, {given}"

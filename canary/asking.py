@@ -63,7 +63,8 @@ def read_document(paths: Paths, run: str | None = None) -> Document:
             raise NoRun(why or f"there is no run {run}", hint="`canary list`; `canary events` has what happened")
         document |= {"run": to_state(found), "live": {}}
     if document["run"] is None:
-        raise NoRun("there was no run on this host yet", hint="canary start RELEASE")
+        text, hint = Store(paths).no_run()
+        raise NoRun(text, hint=hint)
     return document
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from appliance.launcher.control_server import Client, failure
-from appliance.log import ApplianceError, UsageError
+from appliance.log import ApplianceError, BusyError, UsageError
 from appliance.slots import pointer, set_slot
 from canary import happenings, undoing
 from canary.controller import Controller
 from canary.placement import Placement
-from canary.preflight import Check, Start, now, run_checks
+from canary.preflight import Check, Start, busy, now, run_checks
 from canary.run import MAX_REASON_CHARS, Hook, Phase, Run, check_policy, to_state
 from canary.seams import Rules
-from canary.settings import load_settings, merge
+from canary.settings import load_settings, merge, without
 from canary.store import Store, boot_id
 from canary.types import Policy
 from canary.worker import Worker
@@ -94,7 +94,8 @@ class Commands:
         """The present run; a command that names another one is refused, so that it never hits a newer one."""
         run = self._controller.run
         if run is None:
-            raise happenings.Refused("there was no run on this host yet", hint="canary start RELEASE")
+            text, hint = self._controller.store.no_run()
+            raise happenings.Refused(text, hint=hint)
         if pinned not in (None, run.id):
             raise happenings.Refused(f"run {pinned} is not the present one, {run.id} is", hint="`canary list`")
         return run
@@ -191,7 +192,10 @@ class Commands:
             last = self._run(None)
             if last.phase not in (Phase.ABORTED, Phase.FAILED):
                 raise happenings.Refused(f"run {last.id} is {last.phase}", hint="retry is for failed and aborted runs")
-            start = Start(release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True)
+            start = Start(
+                release=last.release, manual=last.manual, dry_run=last.dry_run, ignore_cooldown=True,
+                other_model_name=last.other_model_name,
+            )  # fmt: skip
             return self._as_before(start, last)
         if op == "undo":
             return self._undo(request)
@@ -200,7 +204,8 @@ class Commands:
             start = msgspec.convert(request, Start)
         except msgspec.ValidationError as error:
             raise UsageError(f"start: {error}") from None
-        return Wanted(start, merge(settings.policy, start.policy), settings.hooks)
+        policy = merge(settings.policy, start.policy)
+        return Wanted(start, without(policy, "itl") if start.no_itl else policy, settings.hooks)
 
     def _as_before(self, start: Start, last: Run) -> Wanted:
         """With the policy of that run, so a canary.toml that cannot be used is no reason not to: its hooks, too."""
@@ -212,10 +217,14 @@ class Commands:
 
     def _undo(self, request: dict[str, Any]) -> Wanted:
         """Back to what served before the last settled run, or run `to`."""
+        if (on := self._controller.run) is not None and not on.over:
+            text, end = busy(on)
+            raise BusyError(text, hint=end)
         store, force = self._controller.store, request.pop("force", False) is True
         serving = pointer(store.paths, "stable")
         last = undoing.former(store.history(), serving, request.pop("to", None), force=force)
-        return self._as_before(Start(release=last.stable, skip_analysis=True, ignore_cooldown=True), last)
+        start = Start(release=last.stable, skip_analysis=True, ignore_cooldown=True, other_model_name=True)
+        return self._as_before(start, last)
 
     def _new(self, start: Start, policy: Policy, by: str) -> Run:
         controller, at = self._controller, now()
@@ -224,7 +233,8 @@ class Commands:
         return Run(
             id=controller.store.next_id(), release=start.release, stable=stable, policy=policy, boot_id=boot_id(),
             created_at=at.utc, by=by, placement=controller.placement.fleet().config.engine.placement,
-            manual=start.manual, dry_run=start.dry_run, skip_analysis=start.skip_analysis, seq=1, entered=at.boot,
+            manual=start.manual, dry_run=start.dry_run, skip_analysis=start.skip_analysis,
+            other_model_name=start.other_model_name, seq=1, entered=at.boot,
             entered_at=at.utc, progress=at.boot,
             last_event={"event": "created", "seq": 1, "phase": "starting", "by": by, "steps": policy.steps},
         )  # fmt: skip

@@ -74,6 +74,7 @@ class Controller:
         self._weight: float | None = None  # what the rule was last set to by us
         self._rule_at = self._drift_at = self._sample_at = 0.0
         self._alive_at = -_IDLE_SECONDS
+        self._said: dict[str, Any] | None = None
         self._marked: tuple[str | None, str | None] | None = None
         self._timer: Timer | None = None
         self._acting = False
@@ -261,16 +262,19 @@ class Controller:
         self._timer = self.loop.later(self._times.tick if active else _IDLE_SECONDS, self._tick)
         if self._notifier is not None:
             self._notifier.send(WATCHDOG=1)
-        if self.loop.time() - self._alive_at >= self._times.drift:
-            self._alive_at = self.loop.time()
-            self._say_alive()
+        self._say_alive()
         if active:
             self.tick()
 
     def _say_alive(self) -> None:
-        live = self.live
+        """Every few seconds, and at once where what is said is not so any more."""
+        said = self.live.told(self.run)
+        if said == self._said and self.loop.time() - self._alive_at < self._times.drift:
+            return
+        self._alive_at = self.loop.time()
         with suppress(OSError):  # it is tried again, and old news raise the alarm
-            self.store.say_alive(repairs=live.repairs, rule_seconds=live.rule_seconds, rule_error=live.rule_error)
+            self.store.say_alive(**said)
+            self._said = said
 
     def poke(self) -> None:
         """Something may have changed on disk; and an idle controller has to wake up."""

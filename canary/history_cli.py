@@ -19,10 +19,12 @@ from canary.arguments import run_id
 from canary.asking import NoRun, read_document
 from canary.run import to_state
 from canary.store import EVENT_PREFIX, Store
-from canary.view import explanation, list_rows
+from canary.view import explanation, list_rows, short_digests
 
 _FOLLOW_SECONDS = 0.25
-EPILOG = "JSON: `list` one document; `events` one object a line (JSON Lines), also with -f.\n"
+EPILOG = """\
+JSON: `list` one document; `events` one object a line (JSON Lines), also with -f. Text shows 12 digits of a digest.
+"""
 _SHOWN_FIRST = ("ts", "event", "pid", "run", "seq")
 
 
@@ -60,7 +62,8 @@ def _list(paths: Paths, args: argparse.Namespace) -> int:
     if args.json:
         emit_json({"schema": 1, "runs": runs, "skipped": skipped})
     elif not runs:
-        raise NoRun("there was no run on this host yet", hint="canary start RELEASE")
+        text, hint = Store(paths).no_run()
+        raise NoRun(text, hint=hint)
     else:
         print("\n".join(table(list_rows(runs, time.time()), width_of(sys.stdout))))
     return ExitCode.DONE
@@ -88,7 +91,7 @@ def _print(event: dict[str, Any], *, as_json: bool) -> None:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("ts", 0)))
     rest = "  ".join(f"{key}={value}" for key, value in event.items() if key not in _SHOWN_FIRST)
     name = str(event["event"]).removeprefix(EVENT_PREFIX)
-    print(printable(f"{at}  run {event.get('run')}  {name:<22} {rest}"), flush=True)
+    print(printable(f"{at}  run {event.get('run')}  {name:<22} {short_digests(rest)}"), flush=True)
 
 
 class Follower:

@@ -35,6 +35,10 @@ BLAME_ALPHA: Final = 0.1  # chance that the canary is blamed for a trouble that 
 BASELINE_PART: Final = 0.25  # with fewer of stable's requests per canary's, stable says nothing about the host
 WORSE: Final = 2.0  # a first token that may be twice as often late is not let through
 TYPICAL: Final = 0.1  # "late" is an edge that about a tenth of all first tokens reach
+_STREAMED: Final = {"itl": "streaming requests of two tokens or more", "ttft": "streaming requests"}
+_LEFT_OUT: Final = {
+    "itl": "`--no-itl` leaves it out", "ttft": "without `--limit ttft=...` it is left out", "request": "",
+}  # fmt: skip
 FAST: Final = 0.02  # where hardly any reaches even the smallest edge, so few of the canary's may
 
 
@@ -139,7 +143,8 @@ def _absolute(history: Evidence, policy: Policy, name: str, limit: Limit | None)
     label = "errors" if limit is None else f"{limit.metric} >= {limit.seconds * 1000:g} ms"
     total = history.total
     if limit is not None and not total.observations.get(limit.metric):
-        return Finding(metric=name, outcome=INCONCLUSIVE, text=f"{label}: nothing was measured")
+        text = _unmeasured(total, limit.metric, _LEFT_OUT[limit.metric])
+        return Finding(metric=name, outcome=INCONCLUSIVE, text=f"{label}: {text}")
     if limit is not None and name not in total.slow:
         return Finding(metric=name, outcome=INCONCLUSIVE, text=f"{label}: no histogram has this edge")
     bad, seen = total.share_counts(limit)
@@ -170,6 +175,13 @@ def _absolute(history: Evidence, policy: Policy, name: str, limit: Limit | None)
         return found(PASS, f"{shown}: kept")
     missing = stats.needed_sequential(share, later, bad) - math.floor(seen)
     return found(INCONCLUSIVE, f"{shown}: {missing:,} more needed without a bad one")
+
+
+def _unmeasured(total: Tally, metric: str, left_out: str) -> str:
+    """What to do where clients are there and none of them can ever be measured: such a run would never pass."""
+    if metric not in _STREAMED or not total.timed:  # in the warm-up nothing is
+        return "nothing was measured"
+    return f"nothing was measured in {total.timed:,} requests: it needs {_STREAMED[metric]}; {left_out}"
 
 
 def _worse_than_stable(history: Evidence, key: str, limit: Limit | None) -> bool | None:
@@ -237,7 +249,8 @@ def _first_token(history: Evidence, policy: Policy) -> Finding:
         return Finding(metric="ttft_not_worse", outcome=outcome, text=f"first token: {text}", numbers=numbers)
 
     if not seen or not stable_seen:
-        return found(INCONCLUSIVE, "nothing was measured" if not seen else "nothing of stable to compare with")
+        unmeasured = _unmeasured(ours, "ttft", "`--no-ttft` leaves it out")
+        return found(INCONCLUSIVE, "nothing of stable to compare with" if seen else unmeasured)
     if not edges:
         return found(INCONCLUSIVE, "no histogram of both sides to compare")
     logs = [float(stats.log_e_worse(history.worse[f"not worse {edge}"])) for edge in edges]

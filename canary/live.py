@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from canary.run import Run
+
 _FRESH_SECONDS = 10.0
 
 
@@ -30,6 +32,14 @@ class Live:
         """None: unknown, or seen too long ago."""
         number, at = self._counts.get(what, (0, -_FRESH_SECONDS))
         return number if now - at < _FRESH_SECONDS and what in self._counts else None
+
+    def told(self, run: Run | None) -> dict[str, Any]:
+        """For those who only read files (Store.say_alive). The run as it is, which a full disk may not have."""
+        said = {
+            "repairs": self.repairs, "rule": self.rule, "rule_seconds": self.rule_seconds,
+            "rule_error": self.rule_error,
+        }  # fmt: skip
+        return said if run is None else said | {"run": run.id, "phase": str(run.phase), "weight": run.weight}
 
     def of_next_run(self) -> Live:
         """Nothing of the run before is known of the next one; the rules are the same."""

@@ -37,6 +37,8 @@ class Start(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     dry_run: bool = False
     skip_analysis: bool = False
     ignore_cooldown: bool = False
+    no_itl: bool = False  # without the limits of inter-token latency that the policy has
+    other_model_name: bool = False  # clients that ask for stable's name may get 404 from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def run_checks(
         ("run", lambda: _run(last, start, now)),
         ("release", lambda: _release(paths, store, start)),
         ("stable", lambda: _stable(paths, store, start.release, on)),
+        ("model name", lambda: _model_name(paths, store, start)),
         ("gpus", lambda: _gpus(fleet, start.release)),
         ("gateways", lambda: _gateways(paths)),
         ("metrics", lambda: _metrics(samples)),
@@ -87,9 +90,7 @@ def run_checks(
 
 def _run(last: Run | None, start: Start, now: Now) -> Iterator[Check]:
     if last is not None and not last.over:
-        busy = f"run {last.id} of {last.release} is on ({last.phase})"
-        end = f"`canary rollback {last.id}` ends it" if last.abortable else "`canary status --wait`, then again"
-        yield Check("run", "refused", busy, end, ExitCode.BUSY)
+        yield Check("run", "refused", *busy(last), ExitCode.BUSY)
         return
     left = cooldown_left(last, now)
     if left > 0 and last is not None:
@@ -100,6 +101,12 @@ def _run(last: Run | None, start: Start, now: Now) -> Iterator[Check]:
         yield Check("run", "warn", text)
     else:
         yield Check("run", "ok", "no other run is on")
+
+
+def busy(run: Run) -> tuple[str, str]:
+    """What to say, and what to do, where `run` is on."""
+    end = f"`canary rollback {run.id}` ends it" if run.abortable else "`canary status --wait`, then again"
+    return f"run {run.id} of {run.release} is on ({run.phase})", end
 
 
 def cooldown_left(last: Run | None, now: Now) -> float:
@@ -145,6 +152,22 @@ def _stable(paths: Paths, store: ReleaseStore, name: str, on: bool) -> Iterator[
         yield Check("stable", "refused", why, "`canary cleanup` empties it")
         return
     yield Check("stable", "ok", f"{stable} is in service")
+
+
+def _model_name(paths: Paths, store: ReleaseStore, start: Start) -> Iterator[Check]:
+    """What clients call it: the judge counts no 404, so it would never see that they ask for another name."""
+    if (stable := pointer(paths, "stable")) is None:
+        return  # `_stable` says so
+    ours, asked = store.get(start.release).model_name, store.get(stable).model_name
+    if ours == asked:
+        yield Check("model name", "ok", f"clients call it {ours}, as they do {stable}")
+        return
+    text = (
+        f"clients call {stable} {asked!r} and {start.release} {ours!r}: from {start.release}, who asks for {asked!r}"
+        f" gets 404, and no verdict counts that"
+    )
+    again = f"`appliance release add NAME --model MODEL --model-name {asked}`, or --other-model-name if you mean it"
+    yield Check("model name", "warn" if start.other_model_name else "refused", text, again)
 
 
 def identity(paths: Paths, release: Release) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Run(msgspec.Struct, kw_only=True, frozen=True):
     manual: bool = False  # every step waits for `canary promote`
     dry_run: bool = False  # judged only: weights stay, verdicts are shown and not acted on
     skip_analysis: bool = False  # `canary undo`: readiness and golden answers only
+    other_model_name: bool = False  # clients may call it otherwise than stable
     hooks: list[Hook] = []
 
     phase: Phase = Phase.STARTING

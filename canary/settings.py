@@ -65,6 +65,11 @@ def load_settings(path: Path) -> Settings:
     return settings
 
 
+def without(policy: Policy, metric: str) -> Policy:
+    """`policy` without its limits of `metric`."""
+    return msgspec.structs.replace(policy, limits=[limit for limit in policy.limits if limit.metric != metric])
+
+
 def merge(policy: Policy, changes: dict[str, Any]) -> Policy:
     """`policy` with the keys in `changes`, checked. UsageError names the key."""
     try:

@@ -25,6 +25,7 @@ examples:
   canary start v2 --steps 1,10,100 --step-time 10m --limit itl=60ms:1% --limit ttft=500ms:5%
   canary start v2 --manual                             each step waits for `canary promote`
   canary start v2 --blue-green                         0 -> 100 % in one step, judged there
+  canary start v2 --no-itl --no-ttft                   of clients that never stream: those two could not be measured
   canary start v2 --wait || echo "not promoted"
 What is not given comes from /etc/appliance/canary.toml, then from the defaults. A policy file is TOML with those keys.
 exit codes: 0 started (--wait: settled), 1 failed (--wait: rolled back), 2 usage, 3 --wait: timed out, or it waits for a
@@ -74,7 +75,11 @@ def _policy_options(parser: argparse.ArgumentParser) -> None:
         "--limit", type=limit, action="append", metavar="METRIC=TIME[:SHARE]",
         help="at most SHARE of itl, ttft or request times may be TIME or longer (itl=80ms:1%%); repeatable",
     )  # fmt: skip
-    group.add_argument("--no-ttft", action="store_true", help="do not compare the time to first token with stable's")
+    group.add_argument("--no-itl", action="store_true", help="no limit of itl: only requests that stream have one")
+    group.add_argument(
+        "--no-ttft", action="store_true",
+        help="do not compare the time to first token with stable's: only requests that stream have one",
+    )  # fmt: skip
     group.add_argument("--alpha", type=share, metavar="SHARE", help="chance of a false rollback (5%%)")
     group.add_argument("--min-requests", type=int, metavar="N", help="of the canary in each step (300)")
     group.add_argument("--min-connections", type=int, metavar="N", help="of the canary in each step (20)")
@@ -87,6 +92,10 @@ def _policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manual", action="store_true", help="each step waits for `canary promote`")
     parser.add_argument("--dry-run", action="store_true", help="judge only: no weight changes, nothing is promoted")
     parser.add_argument("--ignore-cooldown", action="store_true", help="start although the last run has just failed")
+    parser.add_argument(
+        "--other-model-name", action="store_true",
+        help="although clients call it otherwise than stable: those that ask for stable's name get 404 from it",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,7 +163,7 @@ def _check(paths: Paths, args: argparse.Namespace) -> int:
     if args.json:
         emit_json(document)
     for check in () if args.json else document["checks"]:
-        words = f"{check['status']:<8} {check['name']:<9} {printable(check['text'])}"
+        words = f"{check['status']:<8} {check['name']:<10} {printable(check['text'])}"
         print(mark(_MARKS[check["status"]], sys.stdout) + words)
         if check["hint"] and check["status"] != "ok":
             print(f"  hint: {printable(check['hint'])}")
@@ -171,11 +180,13 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
         if args.steps:
             raise UsageError("--blue-green and --steps exclude each other")
         policy["steps"] = [100]
+    if args.no_itl and any(limit["metric"] == "itl" for limit in args.limit or ()):
+        raise UsageError("--no-itl and --limit itl exclude each other")
     if args.no_ttft:
         policy["ttft_not_worse"] = False
     return {
         "release": args.release, "policy": policy, "manual": args.manual, "dry_run": args.dry_run,
-        "ignore_cooldown": args.ignore_cooldown,
+        "ignore_cooldown": args.ignore_cooldown, "no_itl": args.no_itl, "other_model_name": args.other_model_name,
     }  # fmt: skip
 
 

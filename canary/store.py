@@ -202,13 +202,26 @@ class Store:
                 known.add(int(present.id))
         return str(max(known) + 1)
 
+    def no_run(self) -> tuple[str, str]:
+        """What to say, and what to do, where `load` knows of no run."""
+        hint = "`canary list` shows the runs before it; `canary start RELEASE` begins a new one"
+        path = self.paths.canary_run
+        with contextlib.suppress(OSError):
+            if kept := sorted(path.parent.glob(f"{path.name}.damaged-*")):  # named by the time
+                return f"the state of the last run was damaged and set aside as {kept[-1]}: no run is on", hint
+            if self._numbers():
+                return f"{path} is not there, so which run was the last is not known: no run is on", hint
+        return "there was no run on this host yet", "canary start RELEASE"
+
     # -- ending a run from outside
     def may_abort(self, run: Run | None, wanted: str | None = None) -> Run:
         """`run`, if it is the wanted one and can still be ended; else Refused: it is over, or promoted and its old
         engines stop."""
-        if run is None or wanted not in (None, run.id):
-            what = f"run {wanted} is not the present one" if run else "there was no run on this host yet"
-            raise Refused(what, hint="`canary list`")
+        if run is None:
+            text, hint = self.no_run()
+            raise Refused(text, hint=hint)
+        if wanted not in (None, run.id):
+            raise Refused(f"run {wanted} is not the present one", hint="`canary list`")
         if not run.abortable:
             raise no_way_back(run)
         return run

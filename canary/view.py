@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -10,6 +11,7 @@ from appliance.terminal import age, cut, mark, table, width_of
 from canary.asking import Document
 from canary.run import ENDED
 
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 _MARKS = {"settled": "good", "failed": "bad", "aborted": "none", "rolling_back": "bad"}
 _OUTCOME_MARKS = {"pass": "good", "fail": "bad", "inconclusive": "busy", "skipped": "none"}
 _OUTCOME_ICONS = {"pass": "✔", "fail": "✖", "inconclusive": "?", "skipped": "→"}
@@ -128,6 +130,11 @@ def _next(run: dict[str, Any]) -> str:
             return f"by itself; canary pause {number}, canary rollback {number}"
 
 
+def short_digests(text: str) -> str:
+    """For people: 12 digits of a SHA-256 tell two apart."""
+    return _DIGEST.sub(r"\1", text)
+
+
 def one_line(document: Document) -> str:
     """For a pipe: printed when it changes."""
     run = document["run"]
@@ -144,7 +151,7 @@ def list_rows(runs: list[dict[str, Any]], now: float) -> list[list[str]]:
         verdict = run["verdict"]["outcome"] if run["verdict"] else "-"
         rows.append([
             run["id"], run["release"], run["stable"], run["phase"], step, f"{run['weight']:g}%", verdict,
-            age(now - run["created_at"]), run["reason"] or "",
+            age(now - run["created_at"]), short_digests(run["reason"] or ""),
         ])  # fmt: skip
     return rows
 

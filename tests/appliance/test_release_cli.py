@@ -145,6 +145,19 @@ def test_whether_a_run_is_on_may_be_unknown_and_then_nothing_changes(
     assert read_slot(paths, "stable") == "v1"
 
 
+def test_another_model_name_is_allowed_and_said_loudly(
+    two: FakeFleet, run: Command, paths: Paths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("add", "v3", "--model", "tiny", "--model-name", "other", "--note", "renamed")
+    (warning,) = run("use", "v3")["warnings"]
+    assert "clients that ask for 'chat' get 404 from now on" in warning and "--model-name chat" in warning
+    (event,) = (event for event in read_events(paths.events) if event.get("warning"))
+    assert (event["event"], event["release"], event["warning"]) == ("release_use_committed", "v3", warning)
+    assert main(["release", "use", "v1", "-q"]) == 0
+    assert "clients that ask for 'other' get 404" in capsys.readouterr().err
+    assert run("use", "v2")["warnings"] == []  # the same name again
+
+
 def test_back_and_forth(two: FakeFleet, run: Command, paths: Paths) -> None:
     for name in ("v2", "v1", "v2"):
         run("use", name)
@@ -249,7 +262,7 @@ def test_canary_slot_beside_stable(two: FakeFleet, run: Command, paths: Paths) -
 
 
 def test_no_golden_answers_is_a_warning(two: FakeFleet, run: Command) -> None:
-    run("add", "v3", "--model", "tiny", "--golden", "skip")
+    run("add", "v3", "--model", "tiny", "--model-name", "chat", "--golden", "skip")
     warnings = run("use", "v3")["warnings"]
     assert len(warnings) == 2 and "no golden answers of v3 were recorded on cpu" in warnings[0]
 

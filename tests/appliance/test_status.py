@@ -268,6 +268,7 @@ def test_watch_into_a_pipe_appends_and_ends_with_its_interrupt(paths: Paths, as_
         assert seen.count("! gateway stable is not running") >= 2 and "\x1b" not in seen
 
 
+SAID = {"run": "34", "phase": "step", "weight": 50.0, "rule": 50.0}
 RUN = {"id": "34", "release": "b", "stable": "a", "phase": "step", "stage": "observe", "weight": 50.0, "paused": None}
 
 
@@ -275,7 +276,7 @@ def test_a_canary_run_is_shown_and_nobody_controlling_it_is_a_problem(paths: Pat
     """With half of the connections on it, a controller that crashes in a loop is nothing that "serves"."""
     assert status(paths)["canary"] is None
     write_state(paths.canary_run, RUN, schema=1)
-    write_state(paths.canary_alive, {"at": time.time()}, schema=1)
+    write_state(paths.canary_alive, SAID | {"at": time.time()}, schema=1)
     document = status(paths)
     assert document["ok"] and document["canary"]["on"] and document["canary"]["controller"]["alive"]
     shown = "\n".join(status_cli.screen(document, io.StringIO()))
@@ -288,6 +289,31 @@ def test_a_canary_run_is_shown_and_nobody_controlling_it_is_a_problem(paths: Pat
     assert status(paths)["ok"]  # no run is on: nothing depends on it
     paths.canary_run.write_text("{]")
     assert any("canary.json" in problem for problem in status(paths)["problems"])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"rule": 0.0}, "step, set 50 %, rule 0 % of new connections"),
+        ({"rule": None}, "step, set 50 %, rule unknown"),
+        ({"phase": "rolling_back", "rule": 0.0}, "rolling back, rule 0 % of new connections"),  # not saved: full disk
+        ({"run": "33", "rule": 5.0}, "step, set 50 %, rule unknown"),
+        ({"at": 0.0}, "step, set 50 %, rule unknown; its controller does not run"),
+        ({"phase": 7, "weight": True}, "step, set 50 %, rule unknown"),
+    ],
+)
+def test_the_weight_shown_is_what_the_rule_gives(paths: Paths, said: dict[str, object], words: str) -> None:
+    write_state(paths.canary_run, RUN, schema=1)
+    write_state(paths.canary_alive, {"at": time.time()} | SAID | said, schema=1)
+    shown = "\n".join(status_cli.screen(status(paths), io.StringIO()))
+    assert f"canary run 34 of b against a: {words}" in shown
+
+
+def test_a_run_that_is_over_is_not_what_its_controller_said_before(paths: Paths) -> None:
+    write_state(paths.canary_run, RUN | {"phase": "settled", "weight": 0.0}, schema=1)
+    write_state(paths.canary_alive, SAID | {"at": time.time()}, schema=1)
+    shown = status(paths)["canary"]
+    assert (shown["phase"], shown["weight"], shown["rule"]) == ("settled", 0.0, None)
 
 
 def test_a_watchdog_that_ended_is_a_problem(paths: Paths) -> None:

@@ -130,7 +130,9 @@ class ControllerProcess:
         while self.alive():
             run = store.Store(self.paths).load()
             if run is not None and run.over and (self.paths.canary_runs / f"{run.id}.json").exists():
-                return store.to_state(run)
+                wishes = (self.paths.canary_abort, self.paths.canary_abort_volatile)
+                if not any(path.exists() for path in wishes):  # they are cleared after it was archived
+                    return store.to_state(run)
             assert time.monotonic() < deadline, f"still {run and run.job_key}: {run and run.problem}"
             time.sleep(0.005)
         return None

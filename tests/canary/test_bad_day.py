@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from appliance.events import read_events
 from appliance.log import ExitCode
+from appliance.service_facts import canary, describe
 from appliance.slots import pointer
 from canary import machine, rollback_cli, rules_cli, status_cli
 from canary.cli import main
@@ -120,10 +121,16 @@ def test_a_full_disk_in_mid_run_ends_the_run_and_not_the_controller(disk: World)
         with pytest.raises(ControllerError) as refused:
             controller.call("promote")
         assert refused.value.exit_code == ExitCode.REFUSED
+        with pytest.raises(ControllerError) as refused:
+            start(disk, controller)
+        assert refused.value.exit_code == ExitCode.BUSY  # the run is on until it can be saved
         time.sleep(0.3)  # nothing but the rule is done without a record
         assert disk.engines() == [["v1", "v2"]] * disk.gpus and pointer(disk.paths, "canary") == "v2"
         saved = Store(disk.paths).load()
         assert saved is not None and saved.phase == "step"
+        until(
+            lambda: "rolling back, rule 0 %" in describe(canary(disk.paths) or {}), "`appliance status` shows the file"
+        )
         free(disk)
         run = controller.run_to_end()
     assert run is not None and run["phase"] == "failed" and "No space left" in run["reason"] and not run["problem"]
@@ -370,6 +377,24 @@ def test_killed_while_it_takes_over_what_a_lost_run_has_left(world: World, effec
     check_rolled_back(world)
     assert world.rules.history().count(10) == 1
     assert len(list(world.paths.state.glob("canary.json.damaged-*"))) == 1
+
+
+def test_an_idle_state_that_was_damaged_is_not_no_run_ever(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller)
+        controller.run_to_end()
+    world.paths.canary_run.write_text("{]")
+    with ControllerProcess(world.paths) as controller:
+        until(lambda: controller.call("status")["run"] is None, "it knows a run")
+        for verb, code in (("status", 1), ("retry", 4), ("rollback", 4), ("pause", 4)):
+            capsys.readouterr()
+            assert main([verb]) == code
+            err = capsys.readouterr().err
+            assert "canary.json.damaged-" in err and "canary list" in err and "no run on this host" not in err
+        assert main(["list"]) == 0 and "settled" in capsys.readouterr().out
+    for aside in world.paths.state.glob("canary.json.damaged-*"):
+        aside.unlink()
+    assert main(["status"]) == 1 and "which run was the last is not known" in capsys.readouterr().err
 
 
 def test_cleanup_with_a_damaged_state(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 
 from appliance.canary_guard import refuse_during_run
-from appliance.log import BusyError
+from appliance.events import append_event
+from appliance.log import ApplianceError, BusyError
+from appliance.releases import ReleaseStore
 from appliance.slots import pointer
 from canary import asking, rollback_cli, rules_cli, status_cli
 from canary.cli import COMMANDS, main
+from canary.run import Phase
 from canary.store import Store
 from tests.canary.processes import ControllerProcess
 from tests.canary.stand_ins import make_parts
 from tests.canary.test_life import check_rolled_back, wait_for
+from tests.canary.test_machine import make
+from tests.canary.test_preflight import add_renamed
 from tests.canary.world import QUICK, World
 
 QUICK_OPTIONS = [
@@ -86,7 +91,8 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
     assert command(capsys, "start", "v2")[0] == 1  # no controller
     for wrong in (
         ("start",), ("start", "v2", "--limit", "itl"), ("start", "v2", "--steps", "a"), ("weight", "101"),
-        ("start", "v2", "--error-rate", "2"), ("pause", "x"), ("start", "v2", "--step-time", "5 minutes"),
+        ("start", "v2", "--error-rate", "2"), ("start", "v2", "--no-itl", "--limit", "itl=1s"),
+        ("pause", "x"), ("start", "v2", "--step-time", "5 minutes"),
     ):  # fmt: skip
         assert command(capsys, *wrong)[0] == 2, wrong
     world.script.set(verdict="inconclusive")
@@ -103,6 +109,11 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
         code, document, _ = command(capsys, "start", "v2", *QUICK_OPTIONS)
         assert code == 5 and "no run is on" not in document["error"]["message"]
         wait_for(world, lambda run: run.stage == "observe")
+        code, document, _ = command(capsys, "undo")
+        assert code == 5 and "canary rollback 1" in document["error"]["hint"]
+        with pytest.raises(ApplianceError) as refused:
+            ReleaseStore(world.paths).remove("v2")
+        assert refused.value.exit_code == 4 and "canary rollback 1" in str(refused.value.hint)
         assert command(capsys, "pause", "7")[0] == 4  # pinned to another run
         assert command(capsys, "pause")[0] == 0
         code, document, _ = command(capsys, "status", "--wait")
@@ -121,6 +132,30 @@ def test_exit_codes_of_refusals(world: World, capsys: pytest.CaptureFixture[str]
         assert code == 0 and "run 1 is over: rolled back" in shown and "stable is v1; nothing to do" in shown
         assert command(capsys, "resume")[0] == 4
     check_rolled_back(world)
+
+
+def test_another_model_name_is_refused_unless_it_is_meant(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    add_renamed(world)
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        code, document, _ = command(capsys, "start", "renamed", *QUICK_OPTIONS)
+        assert code == 4 and "gets 404" in document["error"]["message"]
+        code, shown = text(capsys, "check", "renamed")
+        assert code == 4 and "refused  model name clients call v1 'tiny'" in shown and "--model-name tiny" in shown
+        found = command(capsys, "check", "renamed", "--other-model-name")[1]["checks"]
+        assert [check["status"] for check in found if check["name"] == "model name"] == ["warn"]
+
+
+def test_no_itl_takes_the_limit_out_of_whichever_policy(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = [{"metric": "itl", "seconds": 0.08}, {"metric": "request", "seconds": 5.0}]
+    tables = "".join(f'[[policy.limits]]\nmetric = "{x["metric"]}"\nseconds = {x["seconds"]}\n' for x in limits)
+    with ControllerProcess(world.paths) as controller:
+        controller.call("status")
+        assert command(capsys, "check", "v2", "--no-itl")[1]["policy"]["limits"] == []
+        world.paths.canary_config.write_text(tables)
+        for options, metrics in (([], ["itl", "request"]), (["--no-itl"], ["request"])):
+            policy = command(capsys, "check", "v2", *options)[1]["policy"]
+            assert [limit["metric"] for limit in policy["limits"]] == metrics
 
 
 @pytest.mark.parametrize("stage", ["observe", "verify"])
@@ -219,6 +254,19 @@ def test_events_follow_prints_json_lines(world: World, capsys: pytest.CaptureFix
     code = main(["events", "--json", "-n", "3"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0 and [json.loads(line)["event"] for line in lines][-1] == "canary_settled"
+
+
+def test_people_see_twelve_digits_of_a_digest_and_programs_all(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = "0123456789ab" + 52 * "c"
+    reason = f"answer {digest} instead of {digest}"
+    Store(world.paths).save(make(phase=Phase.FAILED, reason=reason))
+    append_event(world.paths.events, "canary_failed", run="1", reason=reason)
+    for verb in ("list", "events"):
+        shown = text(capsys, verb)[1]
+        assert "0123456789ab" in shown and "abcc" not in shown
+        assert main([verb, "--json"]) == 0 and reason in capsys.readouterr().out
 
 
 def test_cleanup_and_rules_without_a_controller(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,16 @@ def test_an_extended_step_passes_by_the_sequential_test():
     assert finding(judge(GOOD, start, POLICY), "errors").outcome is PASS
 
 
+def test_clients_that_never_stream_are_told_what_to_leave_out():
+    silent = window(side(observations={}, slow={}), side(observations={}, slow={}))
+    reason = verdict(silent).reason
+    assert "needs streaming requests of two tokens or more; `--no-itl` leaves it out" in reason
+    assert "first token: nothing was measured in" in reason and "`--no-ttft` leaves it out" in reason
+    assert verdict(silent, policy=Policy(limits=[], ttft_not_worse=False)).outcome is PASS
+    early = judge(silent, gathered(POLICY, silent, times=1), POLICY)  # in the warm-up nobody is measured
+    assert finding(early, "itl:0.08").text == "itl >= 80 ms: nothing was measured"
+
+
 def test_nothing_at_all_never_passes():
     nothing = window(side(0, connections=0, observations={}, slow={}), side(0, observations={}, slow={}))
     result = verdict(nothing, times=100)

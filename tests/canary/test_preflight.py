@@ -34,7 +34,7 @@ def test_a_healthy_host_refuses_nothing(world: World) -> None:
     found = checks(world)
     assert blocking(world) == "" and {check.status for check in found} == {"ok"}
     assert {check.name for check in found} == {
-        "run", "release", "stable", "gpus", "gateways", "metrics", "rules", "host",
+        "run", "release", "stable", "model name", "gpus", "gateways", "metrics", "rules", "host",
     }  # fmt: skip
 
 
@@ -47,6 +47,25 @@ def test_identical_releases_are_refused_by_what_they_compute(world: World) -> No
     assert "the same as v1" in blocking(world, "twin")
     assert "the same" not in blocking(world, "other")
     assert "serves already" in blocking(world, "v1")
+
+
+def add_renamed(world: World) -> None:
+    """The release "renamed", which computes what v2 does and is called otherwise by clients."""
+    if not world.paths.release("renamed").exists():
+        config = parse_config(b'[gpus]\nbackend = "cpu"\n', where="test")
+        models, options = ModelStore(world.paths.models), ReleaseOptions(max_batch_seqs=3)
+        ReleaseStore(world.paths).add(
+            "renamed", models, "tiny", config, model_name="other-name", options=options, link=True
+        )
+
+
+def test_another_model_name_is_refused_since_no_verdict_counts_404(world: World) -> None:
+    add_renamed(world)
+    (check,) = (one for one in checks(world, "renamed") if one.name == "model name")
+    assert check.status == "refused" and "who asks for 'tiny' gets 404" in check.text
+    assert "--model-name tiny" in str(check.hint) and "--other-model-name" in str(check.hint)
+    (check,) = (one for one in checks(world, "renamed", other_model_name=True) if one.name == "model name")
+    assert check.status == "warn" and "404" in check.text
 
 
 def test_without_golden_answers_only_an_undo_starts(world: World) -> None:
