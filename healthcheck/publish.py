@@ -58,6 +58,7 @@ class Publisher:
             "maintenance": maintenance,
             "breaker": host.halt.reason if host.halt is not None else None,
             "saved": service.saved,
+            "unsaved": service.unsaved,
             "resetting": host.resetting,
             "checks": self._host_checks(),
             "gpus": [self._gpu(host.gpus[slot]) for slot in sorted(host.gpus)],

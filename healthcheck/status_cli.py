@@ -32,7 +32,9 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
     document = read_document(paths)
-    document["problems"] = [*unbound(document, paths), *problems(document), *unread(document, time.time())]
+    document["problems"] = [
+        *unbound(document, paths), *unsaved(document, paths), *problems(document), *unread(document, time.time())
+    ]  # fmt: skip
     if args.json:
         emit_json(document)
     else:
@@ -64,6 +66,15 @@ def unread(document: Document, now: float) -> Iterator[str]:
         since = row.get("unknown_since") if row["name"] == "GPUs" else None
         if since is not None and now - since > limit:
             yield f"{row['name']} has not been known for {age(now - since)}: {row['reason']}"
+
+
+def unsaved(document: Document, paths: Paths) -> Iterator[str]:
+    """The ledger is behind: what was told to the watchdog since then goes with it."""
+    if document.get("saved", True):  # absent: a watchdog of before, until it is restarted
+        return
+    why = document.get("unsaved") or "see journalctl -u appliance-watchdog"
+    what = "is in force only until the watchdog ends, and nothing is repaired" if document["running"] else "is lost"
+    yield f"{paths.gpus} could not be written ({why}): what has changed since {what}; `df -h`"
 
 
 def problems(document: Document) -> Iterator[str]:
