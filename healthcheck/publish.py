@@ -124,6 +124,8 @@ class Publisher:
             if gpu.state not in (State.HEALTHY, State.MAINTENANCE):
                 parts.append(f"gpu {slot} {gpu.state}: {gpu.reason}")
         parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy" if host.gpus else "no GPU slot is bound")
+        if down := [str(slot) for slot in sorted(host.gpus) if slot not in self._service.launchers.views]:
+            parts.append(f"the launcher of gpu {', '.join(down)} is down")
         return "; ".join(parts)
 
     # -- over HTTP

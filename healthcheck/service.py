@@ -343,8 +343,10 @@ class Service:
                 self.post(MaintenanceOn(host.maintenance))  # it is for the new ones, too
 
     def _look(self) -> None:
-        slots = list(self.host.gpus)
+        slots, before = list(self.host.gpus), set(self.launchers.views)
         self.launchers.look(slots)
+        if before != set(self.launchers.views):
+            self.changed()
         for slot, probe in self.engines.items():
             probe.look(self.launchers.views.get(slot))
 

@@ -17,7 +17,8 @@ from healthcheck.types import Status
 
 EPILOG = """\
 exit codes: 0 every GPU is healthy and the watchdog runs; 1 something is not (the lines say what)
-JSON: the watchdog's state file with "running", "age_seconds" and "problems"; healthcheck/document.py has its keys.
+JSON: the watchdog's state file with "running", "age_seconds", "problems", and "launcher" (bool: it runs) of each GPU;
+healthcheck/document.py has its keys.
 """
 _GRACE = 5.0  # s: a probe takes its time
 _MARKS = {"HEALTHY": "good", "QUARANTINED": "bad", "MAINTENANCE": "held"}
@@ -32,8 +33,12 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
     document = read_document(paths)
+    running = launchers(paths)
+    for gpu in document["gpus"]:
+        gpu["launcher"] = gpu["gpu"] in running
     document["problems"] = [
-        *unbound(document, paths), *unsaved(document, paths), *problems(document), *unread(document, time.time())
+        *unbound(document, paths), *unsaved(document, paths), *unlaunched(document), *problems(document),
+        *unread(document, time.time()),
     ]  # fmt: skip
     if args.json:
         emit_json(document)
@@ -66,6 +71,14 @@ def unread(document: Document, now: float) -> Iterator[str]:
         since = row.get("unknown_since") if row["name"] == "GPUs" else None
         if since is not None and now - since > limit:
             yield f"{row['name']} has not been known for {age(now - since)}: {row['reason']}"
+
+
+def unlaunched(document: Document) -> Iterator[str]:
+    """GPUs that nothing serves on, whatever their state: it is the state of the GPU, not of its launcher."""
+    for gpu in document["gpus"]:
+        if not gpu["launcher"]:
+            state = "healthy" if gpu["state"] == "HEALTHY" else gpu["state"]
+            yield f"gpu {gpu['gpu']} is {state}, but its launcher is down: systemctl start appliance-gpu@{gpu['gpu']}"
 
 
 def unsaved(document: Document, paths: Paths) -> Iterator[str]:
@@ -110,7 +123,7 @@ def screen(document: Document, out: IO[str], now: float) -> Iterator[str]:
     for gpu in document["gpus"]:
         yield ""
         line = f"gpu {gpu['gpu']}  {gpu['state']}  {gpu['uuid']}"
-        yield mark(_MARKS.get(gpu["state"], "busy"), out) + cut(line, width - 2)
+        yield mark(_MARKS.get(gpu["state"], "busy") if gpu["launcher"] else "bad", out) + cut(line, width - 2)
         for line in _gpu_lines(gpu, now):
             yield cut(f"    {line}", width)
     found = document["problems"]

@@ -62,6 +62,12 @@ class Host:
     def ledger(self, gpu: int = 0) -> dict[str, Any]:
         return json.loads(self.paths.gpus.read_text())["gpus"][gpu]  # type: ignore[no-any-return]
 
+    def launched(self) -> None:
+        """Their launchers run, as far as files say."""
+        for gpu in self.service.host.gpus:
+            self.paths.gpu_run(gpu).mkdir(exist_ok=True)
+            write_state(self.paths.launcher_state(gpu), {"gpu": gpu, "pid": os.getpid()}, schema=1)
+
     def run(self, seconds: float) -> None:
         self.loop.run(timeout=seconds)
 
@@ -263,7 +269,8 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_status_says_what_is_wrong_and_what_to_do(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.run(0.2)
+    host.launched()
+    host.run(1.3)
     code, out, _ = command(capsys, "status")
     assert code == 0 and "gpu 0  HEALTHY  GPU-0" in out
     host.signal("xid:79")
@@ -274,6 +281,27 @@ def test_status_says_what_is_wrong_and_what_to_do(host: Host, capsys: pytest.Cap
     code, out, _ = command(capsys, "status", "--json")
     document = json.loads(out)
     assert code == 1 and document["gpus"][0]["state"] == "QUARANTINED" and len(document["problems"]) == 1
+
+
+def test_a_healthy_gpu_whose_launcher_is_down_is_not_all_well(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.launched()
+    host.run(1.3)
+    code, out, _ = command(capsys, "status")
+    assert code == 0 and "2 of 2 GPUs healthy" in out and "launcher" not in out.splitlines()[0]
+    host.paths.launcher_state(1).unlink()  # it goes with its launcher
+    host.run(1.3)
+    code, out, _ = command(capsys, "status")
+    assert code == 1 and "2 of 2 GPUs healthy; the launcher of gpu 1 is down" in out.splitlines()[0]
+    assert "! gpu 1 is healthy, but its launcher is down: systemctl start appliance-gpu@1" in out
+    assert "gpu 0 is healthy, but" not in out
+    state = json.loads(host.paths.launcher_state(0).read_text())
+    write_state(host.paths.launcher_state(0), state | {"pid": 2**22 + 1}, schema=1)  # killed: its file stays
+    code, out, _ = command(capsys, "status", "--json")
+    document = json.loads(out)
+    assert code == 1 and [gpu["launcher"] for gpu in document["gpus"]] == [False, False]
+    assert [problem.split(":")[0] for problem in document["problems"]] == [
+        f"gpu {gpu} is healthy, but its launcher is down" for gpu in (0, 1)
+    ]
 
 
 def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +331,7 @@ def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureF
 
 def test_what_is_not_known_for_two_probes_is_not_all_well(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     """NVML hangs as a whole, or for one GPU: at the shipped interval of 30 s, 65 s after the last reading."""
+    host.launched()
     host.run(0.2)
     now = time.time()
     document = json.loads(host.paths.watchdog_state.read_text()) | {"nvml": "on", "since": now - 1000}
