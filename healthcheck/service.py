@@ -283,7 +283,7 @@ class Service:
             self._news.forget(record.uuid)
         self.event(
             "watchdog_transition", gpu=record.gpu, uuid=record.uuid, before=str(record.before),
-            after=str(record.after), reason=record.reason, cause=record.cause, seconds=round(record.seconds, 3),
+            after=str(record.after), reason=record.reason, cause=record.cause, seconds=record.seconds,
             needs=str(record.needs) if record.needs else None,
             phases={name: round(seconds, 3) for name, seconds in record.phases} or None,
         )  # fmt: skip

@@ -142,7 +142,7 @@ def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
     words = _STATUS_WORDS.get(state, "FAILED") + ("" if state is Status.OK else f": {', '.join(bad)}")
     probed = f", NVML {age(now - gpu['probed_at'])} ago" if gpu["probed_at"] else ""
     yield f"{words}{probed}"
-    if gpu["share"] < 1:
+    if gpu["share"] < 1 and gpu["state"] == "PROBATION":  # the launcher keeps it where that failed
         yield f"on probation, at {gpu['share']:.0%} of its share"
     if gpu["resets"]:
         yield f"resets that count against its limit: {gpu['resets']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from appliance.events import read_events
 from appliance.gpus import bind_slots
 from appliance.launcher.loop import READ, Loop
 from appliance.notify import Notifier
 from appliance.paths import Paths
 from appliance.statefile import StateError, write_state
 from healthcheck import keeper
+from healthcheck.__main__ import parse_arguments
 from healthcheck.cli import main
 from healthcheck.document import SCHEMA, read_document
 from healthcheck.keeper import Keeper
@@ -114,6 +117,21 @@ def test_without_a_ledger_nothing_is_repaired_but_the_gpu_is_taken_out(
         assert host.ledger()["state"] == "HEALTHY"
     host.run(1.3)  # tried again by itself
     assert host.kinds() == ["Hold", "Hold", "ResetGpu"] and host.ledger()["state"] == "RESETTING"
+
+
+def test_the_first_transition_of_a_gpu_claims_no_duration(root: Path) -> None:
+    """A slot without `since`: since when it is healthy is not known, so no seconds, instead of those since 1970."""
+    host = Host(root)
+    write_state(host.paths.gpus, {"gpus": [{"slot": 0, "uuid": "GPU-0"}]}, schema=1)
+    host = Host(root)
+    host.service.start()
+    host.signal("xid:95")
+    host.service.post(Stopped(0))
+    told = [event for event in read_events(host.paths.events) if event["event"] == "watchdog_transition"]
+    assert [(event["before"], event["after"]) for event in told] == [("HEALTHY", "STOPPING"), ("STOPPING", "RESETTING")]
+    assert "seconds" not in told[0] and 0 <= told[1]["seconds"] < 60
+    assert list(told[1]["phases"]) == ["STOPPING"]
+    host.service.close()
 
 
 def test_an_idle_watchdog_does_not_write_its_ledger(host: Host) -> None:
@@ -304,6 +322,17 @@ def test_a_healthy_gpu_whose_launcher_is_down_is_not_all_well(host: Host, capsys
     ]
 
 
+def test_only_a_gpu_on_probation_shows_its_share(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """The launcher keeps the share of a GPU that was quarantined from its probation."""
+    host.launched()
+    host.run(1.3)
+    document = json.loads(host.paths.watchdog_state.read_text())
+    for state in ("PROBATION", "QUARANTINED"):
+        gpus = [document["gpus"][0] | {"state": state, "share": 0.25}, document["gpus"][1]]
+        write_state(host.paths.watchdog_state, document | {"gpus": gpus}, schema=SCHEMA)
+        assert ("on probation, at 25% of its share" in command(capsys, "status")[1]) == (state == "PROBATION")
+
+
 def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host.run(0.2)
     document = json.loads(host.paths.watchdog_state.read_text())
@@ -429,6 +458,13 @@ def test_a_policy_is_checked_before_it_is_used(root: Path, capsys: pytest.Captur
     code, _, err = command(capsys, "policy", "check", str(bad))
     assert code == 4 and "explode" in err and "bad.toml" in err
     assert command(capsys, "policy", "check", str(root / "none.toml"))[0] == 2
+
+
+def test_the_readme_says_how_a_watchdog_for_tests_is_started() -> None:
+    text = (Path(__file__).parents[2] / "healthcheck/README.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `healthcheck inject-fault")]
+    (options,) = re.findall(r"`python -P -m healthcheck (.*?)`", row)
+    assert parse_arguments(options.split()).test
 
 
 def test_telling_needs_a_watchdog_and_injecting_needs_to_be_meant(
