@@ -32,7 +32,9 @@ examples:
   healthcheck inject-fault 0 xid:48 --i-know
 """,
 }
-EXIT_CODES = "exit codes: 0 done, 1 failed, 2 usage, 3 not known, 4 refused, 5 busy: a reset runs\n"
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed, or in force and not saved, 2 usage, 3 not known, 4 refused, 5 busy: a reset runs\n"
+)
 
 
 class Refused(ApplianceError):

@@ -2,7 +2,8 @@
 
 Schema 1 (keys are only ever added; null is unknown; times are UTC seconds):
   pid, since, status, backend, nvml ("on", "off", "scripted"), probe_interval, maintenance {reason, since} | null,
-  breaker text | null, checks [...] of the host (with unknown_since), alerts [{at, gpu, text}], counters {name: number},
+  breaker text | null, saved bool (the ledger is on disk), unsaved text | null (why not), alerts [{at, gpu, text}],
+  checks [...] of the host (with unknown_since), counters {name: number},
   gpus [{gpu, uuid, state, reason, since, needs, attempts, resets, share, probed_at, checks [...], incident, phases}]
   where a check is {name, status: ok|degraded|failed|unknown, reason, value}
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from appliance.log import ApplianceError
 from healthcheck.ledger import adopt, read_ledger, write_ledger
 from healthcheck.machine_types import HostState
 
@@ -46,6 +47,11 @@ class Keeper:
         except FileNotFoundError:
             return None
         return stat.st_mtime_ns, stat.st_ino
+
+
+def why_not_written(error: OSError | ApplianceError) -> str:
+    """In few words: whoever shows it names the file."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _lasting(host: HostState) -> HostState:

@@ -88,11 +88,12 @@ class Turn:
         timeout: float | None = None,
         needs: Needs | None = None,
     ) -> None:
-        """A transition: recorded, with the time that the state took. The caller commands what it needs."""
+        """A transition: recorded, with the time that the state took, where the ledger knows since when it was (a slot
+        that was bound, and that nothing happened to so far, has no `since`). The caller commands what it needs."""
         before, reason = self.gpus[gpu], reason[:_MAX_REASON]
-        seconds = round(max(0.0, self.now - before.since), 3)
+        seconds = round(max(0.0, self.now - before.since), 3) if before.since > 0 else None
         incident = before.incident
-        if incident is not None and before.state is not State.HEALTHY:
+        if incident is not None and before.state is not State.HEALTHY and seconds is not None:
             incident = replace(incident, phases=(*incident.phases, (before.state.value, seconds))[-_MAX_PHASES:])
         phases = incident.phases if incident else ()
         self.update(

@@ -269,7 +269,7 @@ class Record:
     reason: str
     cause: str | None  # key of the signal
     needs: Needs | None
-    seconds: float  # in `before`
+    seconds: float | None  # in `before`; None: it is not known since when
     phases: tuple[tuple[str, float], ...] = ()  # of the whole incident so far: (state, seconds) in order
 
 

@@ -58,6 +58,7 @@ class Publisher:
             "maintenance": maintenance,
             "breaker": host.halt.reason if host.halt is not None else None,
             "saved": service.saved,
+            "unsaved": service.unsaved,
             "resetting": host.resetting,
             "checks": self._host_checks(),
             "gpus": [self._gpu(host.gpus[slot]) for slot in sorted(host.gpus)],
@@ -123,6 +124,8 @@ class Publisher:
             if gpu.state not in (State.HEALTHY, State.MAINTENANCE):
                 parts.append(f"gpu {slot} {gpu.state}: {gpu.reason}")
         parts.append(f"{healthy} of {len(host.gpus)} GPUs healthy" if host.gpus else "no GPU slot is bound")
+        if down := [str(slot) for slot in sorted(host.gpus) if slot not in self._service.launchers.views]:
+            parts.append(f"the launcher of gpu {', '.join(down)} is down")
         return "; ".join(parts)
 
     # -- over HTTP

@@ -5,6 +5,8 @@ check        {"golden"}         looks at everything now -> {"state"} when that i
 set-healthy  {"gpu", "reason"}   refused while the GPU is being repaired, or its reset unit has not ended
 maintenance  {"on", "reason"}    off: refused while a reset runs
 inject       {"gpu", "key", "detail"}      refused unless the watchdog was started for tests
+
+set-healthy and maintenance fail, and say so, where they are in force but the ledger could not be written.
 """
 
 from __future__ import annotations
@@ -79,6 +81,18 @@ def _done(left: set[str], uuid: str, _: int | None) -> None:
     left.discard(uuid)
 
 
+def _acknowledge(service: Service, client: Client, reply: dict[str, Any]) -> None:
+    """What was told is done; where the ledger could not be written that is a failure: it ends with this process."""
+    if service.unsaved is not None:
+        raise ApplianceError(
+            f"{reply['note']}; in force, but only until the watchdog ends, because {service.paths.gpus} could not be "
+            f"written ({service.unsaved})",
+            hint="where the disk is full free some space (`df -h`): the watchdog tries again every second, and "
+            "`healthcheck status` names it until it is saved",
+        )
+    client.reply(reply)
+
+
 def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout: float) -> None:
     gpu, reason = _gpu(service, arguments), arguments.text("reason", limit=_MAX_REASON)
     arguments.finish()
@@ -90,7 +104,8 @@ def _set_healthy(service: Service, arguments: Arguments, client: Client, timeout
         service.publisher.now()  # the state file says so before the reply does
         state = service.host.gpus[gpu]
         why = f": {state.reason}" if state.reason else ""
-        client.reply({"ok": True, "state": str(state.state), "note": f"gpu {gpu} is {state.state}{why}"})
+        note = f"gpu {gpu} is {state.state}{why}"
+        _acknowledge(service, client, {"ok": True, "state": str(state.state), "note": note})
 
     _refuse_repaired(service, gpu)
     if service.host.gpus[gpu].state is State.QUARANTINED:  # the only one of these that starts an engine
@@ -149,7 +164,7 @@ def _maintenance(service: Service, arguments: Arguments, client: Client, timeout
         service.post(MaintenanceOn(reason) if on else MaintenanceOff(reason))
         service.publisher.now()
         note = "maintenance: the watchdog looks and does not act" if on else "the watchdog acts again"
-        client.reply({"ok": True, "on": on, "changed": True, "note": note})
+        _acknowledge(service, client, {"ok": True, "on": on, "changed": True, "note": note})
 
     resetting = service.host.resetting
     if on:
@@ -158,7 +173,7 @@ def _maintenance(service: Service, arguments: Arguments, client: Client, timeout
         raise _reset_runs(resetting, service.host.gpus[resetting].uuid)
     elif service.host.maintenance is None and service.host.halt is None:
         note = "there is no maintenance: nothing has changed"
-        client.reply({"ok": True, "on": False, "changed": False, "note": note})
+        _acknowledge(service, client, {"ok": True, "on": False, "changed": False, "note": note})
     else:
         _without_resets(service, sorted(service.host.gpus), client, timeout, do)
 

@@ -23,7 +23,7 @@ from healthcheck.actions import Actions
 from healthcheck.engine_probe import EngineProbe
 from healthcheck.engines import Launchers
 from healthcheck.errands import Errands
-from healthcheck.keeper import Keeper
+from healthcheck.keeper import Keeper, why_not_written
 from healthcheck.leftovers import found_holds
 from healthcheck.limits import read_limits
 from healthcheck.machine import start, step
@@ -111,7 +111,7 @@ class Service:
         self._handling = False
         self._publish: Timer | None = None
         self._deadline = Timer(0, self.changed)  # the next of the machine's, if it is near
-        self.saved = True
+        self.unsaved: str | None = None  # why the ledger could not be written
         self._ready = False
         self._shown = self.host
         self._news = News(self.probe_interval)
@@ -251,12 +251,12 @@ class Service:
             if self.saved:
                 self.counters.ledger.inc()
                 say(f"<2>{self.paths.gpus}: {error}: nothing is repaired until it can be written")
-            self.saved = False
+            self.unsaved = why_not_written(error)
             return
         self._results.after_save()
         if not self.saved:
             say(f"<5>{self.paths.gpus}: written again")
-        self.saved = True
+        self.unsaved = None
 
     def _one(self, command: Command) -> None:
         match command:
@@ -283,7 +283,7 @@ class Service:
             self._news.forget(record.uuid)
         self.event(
             "watchdog_transition", gpu=record.gpu, uuid=record.uuid, before=str(record.before),
-            after=str(record.after), reason=record.reason, cause=record.cause, seconds=round(record.seconds, 3),
+            after=str(record.after), reason=record.reason, cause=record.cause, seconds=record.seconds,
             needs=str(record.needs) if record.needs else None,
             phases={name: round(seconds, 3) for name, seconds in record.phases} or None,
         )  # fmt: skip
@@ -343,8 +343,10 @@ class Service:
                 self.post(MaintenanceOn(host.maintenance))  # it is for the new ones, too
 
     def _look(self) -> None:
-        slots = list(self.host.gpus)
+        slots, before = list(self.host.gpus), set(self.launchers.views)
         self.launchers.look(slots)
+        if before != set(self.launchers.views):
+            self.changed()
         for slot, probe in self.engines.items():
             probe.look(self.launchers.views.get(slot))
 
@@ -381,6 +383,11 @@ class Service:
         status = self.publisher.now()
         if status != self._said and (self._notifier.send(STATUS=status) or not self._notifier.present):
             self._said = status
+
+    @property
+    def saved(self) -> bool:
+        """The ledger on disk says what this process knows."""
+        return self.unsaved is None
 
     @property
     def probe_interval(self) -> float:

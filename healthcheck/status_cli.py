@@ -17,7 +17,8 @@ from healthcheck.types import Status
 
 EPILOG = """\
 exit codes: 0 every GPU is healthy and the watchdog runs; 1 something is not (the lines say what)
-JSON: the watchdog's state file with "running", "age_seconds" and "problems"; healthcheck/document.py has its keys.
+JSON: the watchdog's state file with "running", "age_seconds", "problems", and "launcher" (bool: it runs) of each GPU;
+healthcheck/document.py has its keys.
 """
 _GRACE = 5.0  # s: a probe takes its time
 _MARKS = {"HEALTHY": "good", "QUARANTINED": "bad", "MAINTENANCE": "held"}
@@ -32,7 +33,13 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 def run(args: argparse.Namespace) -> int:
     paths = Paths.default()
     document = read_document(paths)
-    document["problems"] = [*unbound(document, paths), *problems(document), *unread(document, time.time())]
+    running = launchers(paths)
+    for gpu in document["gpus"]:
+        gpu["launcher"] = gpu["gpu"] in running
+    document["problems"] = [
+        *unbound(document, paths), *unsaved(document, paths), *unlaunched(document), *problems(document),
+        *unread(document, time.time()),
+    ]  # fmt: skip
     if args.json:
         emit_json(document)
     else:
@@ -64,6 +71,23 @@ def unread(document: Document, now: float) -> Iterator[str]:
         since = row.get("unknown_since") if row["name"] == "GPUs" else None
         if since is not None and now - since > limit:
             yield f"{row['name']} has not been known for {age(now - since)}: {row['reason']}"
+
+
+def unlaunched(document: Document) -> Iterator[str]:
+    """GPUs that nothing serves on, whatever their state: it is the state of the GPU, not of its launcher."""
+    for gpu in document["gpus"]:
+        if not gpu["launcher"]:
+            state = "healthy" if gpu["state"] == "HEALTHY" else gpu["state"]
+            yield f"gpu {gpu['gpu']} is {state}, but its launcher is down: systemctl start appliance-gpu@{gpu['gpu']}"
+
+
+def unsaved(document: Document, paths: Paths) -> Iterator[str]:
+    """The ledger is behind: what was told to the watchdog since then goes with it."""
+    if document.get("saved", True):  # absent: a watchdog of before, until it is restarted
+        return
+    why = document.get("unsaved") or "see journalctl -u appliance-watchdog"
+    what = "is in force only until the watchdog ends, and nothing is repaired" if document["running"] else "is lost"
+    yield f"{paths.gpus} could not be written ({why}): what has changed since {what}; `df -h`"
 
 
 def problems(document: Document) -> Iterator[str]:
@@ -99,7 +123,7 @@ def screen(document: Document, out: IO[str], now: float) -> Iterator[str]:
     for gpu in document["gpus"]:
         yield ""
         line = f"gpu {gpu['gpu']}  {gpu['state']}  {gpu['uuid']}"
-        yield mark(_MARKS.get(gpu["state"], "busy"), out) + cut(line, width - 2)
+        yield mark(_MARKS.get(gpu["state"], "busy") if gpu["launcher"] else "bad", out) + cut(line, width - 2)
         for line in _gpu_lines(gpu, now):
             yield cut(f"    {line}", width)
     found = document["problems"]
@@ -118,7 +142,7 @@ def _gpu_lines(gpu: Document, now: float) -> Iterator[str]:
     words = _STATUS_WORDS.get(state, "FAILED") + ("" if state is Status.OK else f": {', '.join(bad)}")
     probed = f", NVML {age(now - gpu['probed_at'])} ago" if gpu["probed_at"] else ""
     yield f"{words}{probed}"
-    if gpu["share"] < 1:
+    if gpu["share"] < 1 and gpu["state"] == "PROBATION":  # the launcher keeps it where that failed
         yield f"on probation, at {gpu['share']:.0%} of its share"
     if gpu["resets"]:
         yield f"resets that count against its limit: {gpu['resets']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from appliance.events import read_events
 from appliance.gpus import bind_slots
 from appliance.launcher.loop import READ, Loop
 from appliance.notify import Notifier
 from appliance.paths import Paths
 from appliance.statefile import StateError, write_state
 from healthcheck import keeper
+from healthcheck.__main__ import parse_arguments
 from healthcheck.cli import main
 from healthcheck.document import SCHEMA, read_document
 from healthcheck.keeper import Keeper
@@ -61,6 +64,12 @@ class Host:
 
     def ledger(self, gpu: int = 0) -> dict[str, Any]:
         return json.loads(self.paths.gpus.read_text())["gpus"][gpu]  # type: ignore[no-any-return]
+
+    def launched(self) -> None:
+        """Their launchers run, as far as files say."""
+        for gpu in self.service.host.gpus:
+            self.paths.gpu_run(gpu).mkdir(exist_ok=True)
+            write_state(self.paths.launcher_state(gpu), {"gpu": gpu, "pid": os.getpid()}, schema=1)
 
     def run(self, seconds: float) -> None:
         self.loop.run(timeout=seconds)
@@ -108,6 +117,21 @@ def test_without_a_ledger_nothing_is_repaired_but_the_gpu_is_taken_out(
         assert host.ledger()["state"] == "HEALTHY"
     host.run(1.3)  # tried again by itself
     assert host.kinds() == ["Hold", "Hold", "ResetGpu"] and host.ledger()["state"] == "RESETTING"
+
+
+def test_the_first_transition_of_a_gpu_claims_no_duration(root: Path) -> None:
+    """A slot without `since`: since when it is healthy is not known, so no seconds, instead of those since 1970."""
+    host = Host(root)
+    write_state(host.paths.gpus, {"gpus": [{"slot": 0, "uuid": "GPU-0"}]}, schema=1)
+    host = Host(root)
+    host.service.start()
+    host.signal("xid:95")
+    host.service.post(Stopped(0))
+    told = [event for event in read_events(host.paths.events) if event["event"] == "watchdog_transition"]
+    assert [(event["before"], event["after"]) for event in told] == [("HEALTHY", "STOPPING"), ("STOPPING", "RESETTING")]
+    assert "seconds" not in told[0] and 0 <= told[1]["seconds"] < 60
+    assert list(told[1]["phases"]) == ["STOPPING"]
+    host.service.close()
 
 
 def test_an_idle_watchdog_does_not_write_its_ledger(host: Host) -> None:
@@ -263,7 +287,8 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_status_says_what_is_wrong_and_what_to_do(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    host.run(0.2)
+    host.launched()
+    host.run(1.3)
     code, out, _ = command(capsys, "status")
     assert code == 0 and "gpu 0  HEALTHY  GPU-0" in out
     host.signal("xid:79")
@@ -274,6 +299,38 @@ def test_status_says_what_is_wrong_and_what_to_do(host: Host, capsys: pytest.Cap
     code, out, _ = command(capsys, "status", "--json")
     document = json.loads(out)
     assert code == 1 and document["gpus"][0]["state"] == "QUARANTINED" and len(document["problems"]) == 1
+
+
+def test_a_healthy_gpu_whose_launcher_is_down_is_not_all_well(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.launched()
+    host.run(1.3)
+    code, out, _ = command(capsys, "status")
+    assert code == 0 and "2 of 2 GPUs healthy" in out and "launcher" not in out.splitlines()[0]
+    host.paths.launcher_state(1).unlink()  # it goes with its launcher
+    host.run(1.3)
+    code, out, _ = command(capsys, "status")
+    assert code == 1 and "2 of 2 GPUs healthy; the launcher of gpu 1 is down" in out.splitlines()[0]
+    assert "! gpu 1 is healthy, but its launcher is down: systemctl start appliance-gpu@1" in out
+    assert "gpu 0 is healthy, but" not in out
+    state = json.loads(host.paths.launcher_state(0).read_text())
+    write_state(host.paths.launcher_state(0), state | {"pid": 2**22 + 1}, schema=1)  # killed: its file stays
+    code, out, _ = command(capsys, "status", "--json")
+    document = json.loads(out)
+    assert code == 1 and [gpu["launcher"] for gpu in document["gpus"]] == [False, False]
+    assert [problem.split(":")[0] for problem in document["problems"]] == [
+        f"gpu {gpu} is healthy, but its launcher is down" for gpu in (0, 1)
+    ]
+
+
+def test_only_a_gpu_on_probation_shows_its_share(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """The launcher keeps the share of a GPU that was quarantined from its probation."""
+    host.launched()
+    host.run(1.3)
+    document = json.loads(host.paths.watchdog_state.read_text())
+    for state in ("PROBATION", "QUARANTINED"):
+        gpus = [document["gpus"][0] | {"state": state, "share": 0.25}, document["gpus"][1]]
+        write_state(host.paths.watchdog_state, document | {"gpus": gpus}, schema=SCHEMA)
+        assert ("on probation, at 25% of its share" in command(capsys, "status")[1]) == (state == "PROBATION")
 
 
 def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +360,7 @@ def test_a_dead_watchdog_is_said(host: Host, root: Path, capsys: pytest.CaptureF
 
 def test_what_is_not_known_for_two_probes_is_not_all_well(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     """NVML hangs as a whole, or for one GPU: at the shipped interval of 30 s, 65 s after the last reading."""
+    host.launched()
     host.run(0.2)
     now = time.time()
     document = json.loads(host.paths.watchdog_state.read_text()) | {"nvml": "on", "since": now - 1000}
@@ -400,6 +458,13 @@ def test_a_policy_is_checked_before_it_is_used(root: Path, capsys: pytest.Captur
     code, _, err = command(capsys, "policy", "check", str(bad))
     assert code == 4 and "explode" in err and "bad.toml" in err
     assert command(capsys, "policy", "check", str(root / "none.toml"))[0] == 2
+
+
+def test_the_readme_says_how_a_watchdog_for_tests_is_started() -> None:
+    text = (Path(__file__).parents[2] / "healthcheck/README.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `healthcheck inject-fault")]
+    (options,) = re.findall(r"`python -P -m healthcheck (.*?)`", row)
+    assert parse_arguments(options.split()).test
 
 
 def test_telling_needs_a_watchdog_and_injecting_needs_to_be_meant(
