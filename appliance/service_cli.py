@@ -13,7 +13,9 @@ from appliance.paths import Paths
 EPILOG = """\
 Without GPU numbers: appliance.target, that is launchers and gateways. With numbers: those launchers (and with them
 their engines) only; `systemctl VERB appliance-gpu@N` is the same. A drained GPU stays drained.
-exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on), 4 not root
+start and restart look at the configuration first (`appliance config check`); what units would refuse stops nothing.
+exit codes: 0 done, 1 failed, 2 no such GPU slot, 3 not done within --timeout (systemd goes on), 4 not root, or the
+configuration cannot be used
 """
 _DONE = {"start": "started", "stop": "stopped", "restart": "restarted"}
 _COUNTED = [f"appliance-{name}.service" for name in ("gpu@*", "gateway@*", "watchdog*", "canary*")]
@@ -38,7 +40,10 @@ def configure(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
 
 def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> int:
     verb = args.command
-    gpus = bound_gpus(args.gpus, Paths.default().gpus)
+    paths = Paths.default()
+    gpus = bound_gpus(args.gpus, paths.gpus)
+    if verb != "stop":
+        _check_first(paths, gpus)
     units = [f"appliance-gpu@{number}.service" for number in gpus] or ["appliance.target"]
     progress = Progress(quiet=args.json)
     progress.stage(f"{verb} {' '.join(units)}")
@@ -61,6 +66,13 @@ def run(args: argparse.Namespace, run_command: command.Runner = command.run) -> 
         done = f"{_DONE[verb]}" if not args.no_block else f"{verb} asked for"
         print(f"{', '.join(units)}: {done}")
     return ExitCode.DONE
+
+
+def _check_first(paths: Paths, gpus: list[int]) -> None:
+    """Refused with what units would refuse to start with: a restart would stop what runs, and nothing comes back."""
+    from appliance.config_check import check_units  # `stop` does without
+
+    check_units(paths, gpus)
 
 
 def _forget_starts(units: list[str], run_command: command.Runner) -> None:

@@ -62,6 +62,7 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launchers:
     monkeypatch.setenv("APPLIANCE_ROOT", str(tmp_path))
     monkeypatch.setattr(drain_cli, "ControlClient", launchers.client)
     bind_slots(paths.gpus, UUIDS)
+    paths.config.write_text("schema = 1\n")
     return launchers
 
 
