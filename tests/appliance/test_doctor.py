@@ -85,7 +85,7 @@ class Box:
         nvidia_host(root)
         bind_slots(self.paths.gpus, UUIDS)
         add_release(self.paths, "a", slot="stable", golden=["NVIDIA-H200"])
-        self.paths.config.write_text("")
+        self.paths.config.write_text("schema = 1\n")
         put(root, "sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
         put(root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "1024\n")
         put(root, "proc/uptime", "100000.50 700000.00\n")
