@@ -114,5 +114,5 @@ def _failure(verb: str, units: list[str], result: Result, timeout: float) -> App
         return NotPermitted(f"{verb} {names}: systemd does not let you", hint="run as root")
     hint = f"see `systemctl status {names}` and `appliance doctor`"
     if b"not found" in result.stderr:
-        hint = "is the appliance installed here? see `appliance doctor --only units`"
+        hint = "is the appliance installed here? see `appliance doctor --only install`"
     return ApplianceError(f"{verb} {names}: {result.why()}", hint=hint)
