@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host_trees import UUIDS, Commands, make_dirs
+from host_trees import UUIDS, Commands, make_dirs, show
 
 from appliance import service_cli
 from appliance.cli import main
+from appliance.command import Result
 from appliance.gpus import bind_slots
 from appliance.log import ApplianceError
 from appliance.paths import Paths
@@ -76,6 +78,72 @@ def test_what_gateways_and_watchdog_refuse_concerns_the_whole_only(paths: Paths)
         assert service("restart", [0], commands) == 0
         bad.write_text(before)
     assert service("restart", [], Commands({"systemctl": ""}), no_block=True) == 0
+
+
+PARTS = ("appliance-gpu@0.service", "appliance-gateway@stable.service", "appliance-gateway@canary.service",
+         "appliance-watchdog.service")  # fmt: skip
+
+
+def systemd(states: dict[str, dict[str, str]], **answers: Any) -> Commands:
+    """Whose target wants the canary's controller; all parts run, but for `states`."""
+    running = {"ActiveState": "active", "UnitFileState": "enabled", "Result": "success"}
+    units = {name: running | states.get(name, {}) for name in (*PARTS, "appliance-canary.service")}
+    wants = "systemctl show --property=Wants --value -- appliance.target"
+    return Commands({wants: "appliance-canary.service\n", "systemctl show": show(units), **answers, "systemctl": ""})
+
+
+@pytest.mark.parametrize("verb", ["start", "restart"])
+def test_bound_slots_gateways_and_watchdog_run_afterwards_also_where_they_are_not_enabled(
+    paths: Paths, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """A target only wants what is enabled, so they are named. A restart by name would restart them twice."""
+    bind_slots(paths.gpus, ["CPU-0"])
+    commands = systemd({"appliance-gpu@0.service": {"UnitFileState": "disabled"}})
+    assert service(verb, [], commands) == 0
+    changes = [call for call in commands.calls if call[1] in ("start", "restart")]
+    assert changes == [["systemctl", verb, "--", "appliance.target"], ["systemctl", "start", "--", *PARTS]]
+    assert "systemctl enable appliance-gpu@0.service`" in capsys.readouterr().err
+    assert service(verb, [], systemd({}), json=True) == 0
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert document["units"] == ["appliance.target", *PARTS] and document["not_enabled"] == [] and not shown.err
+
+
+@pytest.mark.parametrize("verb", ["start", "restart"])
+@pytest.mark.parametrize("unit", [*PARTS, "appliance-canary.service"])
+@pytest.mark.parametrize("state", ["failed", "activating", "inactive"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_target_that_is_reached_without_its_parts_is_a_failure(
+    paths: Paths, verb: str, unit: str, state: str, fails: bool
+) -> None:
+    """systemd reaches a target whatever becomes of what it Wants=, and systemctl says 0."""
+    bind_slots(paths.gpus, ["CPU-0"])
+    job = Result(("systemctl",), 1, b"", b'Job for it failed.\nSee "systemctl status it" for details.\n')
+    commands = systemd(
+        {unit: {"ActiveState": state, "Result": "start-limit-hit"}},
+        **({"systemctl start -- appliance-gpu": job} if fails else {}),
+    )
+    with pytest.raises(ApplianceError, match=f"{verb} appliance.target: {unit} is {state} .start-limit-hit") as caught:
+        service(verb, [], commands)
+    assert caught.value.exit_code == 1 and f"systemctl status {unit}`" in str(caught.value.hint)
+    assert service(verb, [], systemd({unit: {"ActiveState": state}}), no_block=True) == 0
+
+
+def test_a_masked_part_says_so(paths: Paths) -> None:
+    words = b"Failed to start appliance-watchdog.service: Unit appliance-watchdog.service is masked.\n"
+    commands = systemd({}, **{"systemctl start -- appliance-g": Result(("systemctl",), 1, b"", words)})
+    with pytest.raises(ApplianceError, match="is masked") as caught:
+        service("start", [], commands)
+    assert "systemctl unmask" in str(caught.value.hint)
+
+
+def test_a_slot_that_the_configuration_does_not_use_is_left_alone(paths: Paths) -> None:
+    """Its launcher would refuse to start."""
+    bind_slots(paths.gpus, UUIDS)
+    paths.config.write_text(f"[gpus]\ndevices = ['{UUIDS[1]}']\n")
+    commands = Commands({"systemctl": ""})
+    assert service("start", [], commands, no_block=True) == 0
+    assert "appliance-gpu@1.service" in commands.calls[-1] and "appliance-gpu@0.service" not in commands.calls[-1]
 
 
 def test_an_expired_certificate_keeps_nothing_from_starting(paths: Paths, tmp_path: Path) -> None:
