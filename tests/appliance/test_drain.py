@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import threading
 import time
@@ -19,7 +20,7 @@ from appliance.events import read_events
 from appliance.gpus import bind_slots
 from appliance.log import ApplianceError, UsageError
 from appliance.paths import Paths
-from appliance.statefile import read_state
+from appliance.statefile import read_state, write_state
 
 
 class TimedOut(ApplianceError):
@@ -91,6 +92,40 @@ def test_drain_levels_and_json(launchers: Launchers, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["results"] == [{"what": "gpu 0", "gpu": 0, "text": "draining"}]
     (_, op, args) = launchers.calls[0]
     assert (op, args["level"], args["mode"], args["wait"]) == ("hold", "stop", "abort", False)
+
+
+def test_a_reason_that_is_replaced_is_said(
+    launchers: Launchers, paths: Paths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever drained it first had a reason, and would look for it."""
+    holds = {"operator": {"level": "drain", "reason": "replace fan", "since": 1.0}}
+    write_state(paths.holds(0), {"holds": holds, "shares": {}}, schema=1)
+    assert main(["drain", "0", "1", "--reason", "again"]) == 0
+    first = "gpu 0: draining; was drained already, for another reason: replace fan\n"
+    assert capsys.readouterr().out == first + "gpu 1: draining\n"
+    assert main(["drain", "0", "--reason", "again", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["former_reason"] == "replace fan"
+    assert main(["drain", "0", "--reason", "replace fan"]) == 0
+    paths.holds(0).write_text("garbage")  # its launcher says so
+    assert main(["drain", "0", "--reason", "again"]) == 0
+    assert capsys.readouterr().out == "gpu 0: draining\n" * 2
+    assert main(["drain", "--all", "--reason", "kernel"]) == main(["drain", "--all", "--reason", "again"]) == 0
+    assert "host: draining: /readyz answers 503; was drained already, for another reason: kernel" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_full_disk_names_the_file(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("appliance.statefile.os.write", full)
+        code = main(["drain", "--all", "--reason", "x"])
+    err = capsys.readouterr().err
+    assert code == 1 and f"No space left on device: {paths.host_drain}" in err and "df -h" in err
 
 
 def test_a_wait_that_times_out_is_3_and_the_hold_stays(launchers: Launchers) -> None:
