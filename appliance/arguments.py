@@ -11,7 +11,7 @@ from appliance.log import UsageError
 
 
 def add_common(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:
-    """--json and --debug. A subcommand leaves the default suppressed, so that it never undoes `appliance --json X`."""
+    """--json and --debug. A subcommand leaves the default suppressed, so it never undoes `appliance --json list`."""
     parser.add_argument("--json", action="store_true", default=default, help="print one JSON document to stdout")
     parser.add_argument("--debug", action="store_true", default=default, help="show a traceback on errors")
 

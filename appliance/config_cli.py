@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 
 from appliance.arguments import add_common, set_epilog
-from appliance.hostconfig import SECTIONS, HostConfig, HostConfigError, allowed_values, description, load_config
+from appliance.config_check import check_config
+from appliance.hostconfig import SECTIONS, HostConfig, allowed_values, description, load_config
 from appliance.log import ExitCode, UsageError, emit_json
 from appliance.paths import Paths
 from appliance.statefile import read_bounded
 
 EPILOG = """\
-The check also asks this host: the engine's own parser, whether a port below 1024 may be bound (that needs
-/usr/share/doc/appliance/examples/low-port.conf), and with credentials whether keys and certificate can be used.
+The check also asks this host: the engine's own parser, whether its slots go with gpus.backend, whether a port
+below 1024 may be bound (that needs /usr/share/doc/appliance/examples/low-port.conf), and with credentials whether keys
+and certificate can be used. `appliance start` and `restart` look at the same first, and stop nothing if it is wrong.
 A certificate that has expired, or is not valid yet, is refused here (4), since clients refuse it; a gateway that is
 started with it serves nevertheless and warns, so that no restart makes things worse. An address of [gateway] that
 this host does not have is no error: it may come later, and the gateway waits for it.
@@ -56,13 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     paths = Paths.default()
     path = args.file or paths.config
-    config = load_config(path)
-    from appliance.engine_options import problem_of_host_arguments  # loads the engine's code, which `show` needs not
-
-    if found := problem_of_host_arguments(config):
-        key, problem = found
-        hint = "options of `python -m engine`, see its --help; most have a key of their own in [engine]"
-        raise HostConfigError(f"{path}: {key}: no engine would start with that: {problem}", hint=hint)
+    config = check_config(path, paths)
     from appliance.gateway.settings import check_ports, check_servable
 
     check_ports(config)

@@ -117,6 +117,7 @@ def _drain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace, progres
         "level": "stop" if args.stop_engines else "drain",
         "mode": "abort" if args.abort else "graceful",
     }
+    former = {gpu: _former_reason(paths, gpu) for gpu in gpus}
     for gpu in gpus:
         ControlClient(paths, gpu).call("hold", **hold, wait=False)
     late: dict[int, str] = {}
@@ -139,7 +140,24 @@ def _drain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace, progres
             hint=f"all of them stay held and it goes on; see `appliance status` ({next(iter(late.values()))})",
         )
     text = "drained" if args.wait else "draining"
-    return [{"what": f"gpu {gpu}", "gpu": gpu, "text": text} for gpu in gpus]
+    return [{"what": f"gpu {gpu}", "gpu": gpu} | _answer(text, args.reason, former[gpu]) for gpu in gpus]
+
+
+def _answer(text: str, reason: str, former: Any) -> dict[str, Any]:
+    """The operator has one reason at a time: one that is replaced is said, since another person may have had it."""
+    if not isinstance(former, str) or former == reason:
+        return {"text": text}
+    return {"text": f"{text}; was drained already, for another reason: {printable(former)}", "former_reason": former}
+
+
+def _former_reason(paths: Paths, gpu: int) -> Any:
+    """Of the operator's hold, which is on disk; None without one. What cannot be read, its launcher complains of."""
+    try:
+        holds = (read_state(paths.holds(gpu), schema=SCHEMA) or {}).get("holds")
+    except (ApplianceError, OSError):
+        return None
+    hold = holds.get(OWNER) if isinstance(holds, dict) else None
+    return hold.get("reason") if isinstance(hold, dict) else None
 
 
 def _undrain_gpus(paths: Paths, gpus: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -175,7 +193,8 @@ def _drain_host(paths: Paths, args: argparse.Namespace, progress: Progress) -> d
         progress.stage("waiting until the gateways have no requests in flight")
         _wait_idle(paths, args.timeout, args.settle)
     text = "drained, nothing in flight" if args.wait else "draining: /readyz answers 503"
-    return {"what": "host", "text": text, "since": since, "changed": before is None}
+    answer = _answer(text, args.reason, (before or {}).get("reason"))
+    return {"what": "host"} | answer | {"since": since, "changed": before is None}
 
 
 def _undrain_host(paths: Paths) -> dict[str, Any]:

@@ -221,6 +221,17 @@ def compare(paths: Paths, release: str, socket: str | os.PathLike[str]) -> Compa
         return Comparison(Verdict.INCONCLUSIVE, device, reason=error.message)
 
 
+class GoldenDiffers(ReleaseRefused):
+    """An engine of `release` does not give its golden answers."""
+
+    def __init__(self, release: str, gpu: int, found: Comparison) -> None:
+        super().__init__(
+            f"{release} on GPU {gpu} does not give its golden answers: {'; '.join(found.differences[:3])}",
+            hint=f"first `appliance release verify {release}`: a damaged file gives other answers; if all are well, "
+            f"the GPU or the engine is at fault: `appliance doctor`, then `appliance release check {release}`",
+        )
+
+
 def judge(golden: Golden, engine: EngineCalls) -> Comparison:
     """`compare` for golden answers that are at hand. EngineUnavailable if the engine does not answer."""
     differences = []

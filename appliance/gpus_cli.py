@@ -72,12 +72,12 @@ def wanted_uuids(config: HostConfig, root: Path) -> list[str]:
     if devices != "all" and (missing := [uuid for uuid in devices if uuid not in seen]):
         raise BindRefused(
             f"gpus.devices names {', '.join(missing)}; the driver shows: {', '.join(sorted(seen)) or 'none'}",
-            hint="correct appliance.toml, or see `appliance doctor --only driver`",
+            hint="correct appliance.toml, or see `appliance doctor --only nvidia`",
         )
     if not wanted:
         raise BindRefused(
             "no GPU is there",
-            hint='see `appliance doctor --only driver`; for a host without one, write backend = "cpu" in [gpus]',
+            hint='see `appliance doctor --only nvidia`; for a host without one, write backend = "cpu" in [gpus]',
         )
     return [gpu.uuid for gpu in wanted]
 

@@ -154,7 +154,13 @@ def load_config(path: Path) -> HostConfig:
         ) from None
     except StateError as error:
         raise HostConfigError(error.message, hint="this is no configuration") from None
-    return parse_config(data, where=str(path))
+    config = parse_config(data, where=str(path))
+    if not parse_toml(data, str(path)):
+        raise HostConfigError(
+            f"{path}: schema: there is no key at all in this file: it is empty or was cut off",
+            hint=f"write schema = {SCHEMA} and what differs from `appliance config defaults`, or restore the file",
+        )
+    return config
 
 
 def parse_config(data: bytes, *, where: str) -> HostConfig:

@@ -17,7 +17,7 @@ from typing import Any
 from appliance.engine_calls import EngineUnavailable
 from appliance.events import append_event
 from appliance.fleet import Fleet, FleetError, engine_of, releases_of
-from appliance.golden import Verdict, compare
+from appliance.golden import GoldenDiffers, Verdict, compare
 from appliance.golden_record import room_for
 from appliance.leases import Leases
 from appliance.log import ApplianceError
@@ -89,7 +89,9 @@ class Rollout:
         name = self.release.name
         self.release.engine_python(self.fleet.paths)
         if problem := quick_problem(self.release.directory(self.fleet.paths)):
-            raise ReleaseRefused(f"the release {name!r} is damaged: {problem}", hint=f"appliance release verify {name}")
+            raise ReleaseRefused(
+                f"the release {name!r} is damaged: {problem}", hint=f"`appliance release verify {name}`"
+            )
         if not self.release.linked:
             return
         result = self.store.verify(name)
@@ -115,7 +117,7 @@ class Rollout:
         if self.slot != "stable" and self.fleet.config.engine.placement == "exclusive":
             raise ReleaseRefused(
                 f"with engine.placement exclusive the slot {self.slot} is the canary controller's",
-                hint="appliance canary start NAME",
+                hint="`canary start NAME`",
             )
 
     def _check_room(self, states: Iterable[dict[str, Any]]) -> None:
@@ -135,10 +137,7 @@ class Rollout:
         found = compare(paths, name, paths.engine_socket(gpu, name))
         self._event("release_golden_compared", outcome, gpu=gpu, verdict=found.verdict.value, reason=found.reason)
         if found.verdict is Verdict.DIFFERENT:
-            raise ReleaseRefused(
-                f"{name} on GPU {gpu} does not give its golden answers: {'; '.join(found.differences[:3])}",
-                hint="the GPU or the engine is at fault: `appliance doctor`, then `appliance release check`",
-            )
+            raise GoldenDiffers(name, gpu, found)
         if found.verdict is Verdict.INCONCLUSIVE:
             if found.recorded:
                 raise EngineUnavailable(f"{name} on GPU {gpu} gave no golden answers: {found.reason}", hint="try again")

@@ -45,6 +45,9 @@ def write_state(path: Path, state: dict[str, Any], *, schema: int, durable: bool
                 view = view[os.write(fd, view) :]
             if durable:
                 os.fsync(fd)
+        except OSError as error:  # of a descriptor, so it names no file: a full disk, most often
+            error.filename = str(path)
+            raise
         finally:
             os.close(fd)
         os.replace(temporary, path)

@@ -18,7 +18,7 @@ from typing import Any
 from appliance.admin_http import AdminError, NotRunning, get_json
 from appliance.control import ControlClient
 from appliance.fleet import Connect, Fleet, FleetTimeout, engine_of
-from appliance.golden import Verdict, compare
+from appliance.golden import GoldenDiffers, Verdict, compare
 from appliance.hostconfig import HostConfig, load_config
 from appliance.leases import Leases
 from appliance.log import ApplianceError, BusyError, ExitCode
@@ -81,7 +81,7 @@ class Placement:
                 rollout = Rollout(store, fleet, leases, store.get(run.release), slot="canary", wait=False)
                 outcome = rollout.run()
         except ApplianceError as error:
-            return _failed(error, cancelled)
+            return _failed(error, run, cancelled)
         return ok("; ".join([*outcome.warnings, *(f"GPU {gpu}: {why}" for gpu, why in outcome.away.items())]))
 
     def _start_exclusive(self, run: Run, fleet: Fleet, leases: Leases) -> Result:
@@ -111,7 +111,7 @@ class Placement:
                         self._replace(run, fleet, leases, gpu)
                 leases.settle(run.release)
         except ApplianceError as error:
-            return _failed(error, cancelled)
+            return _failed(error, run, cancelled)
         return ok(f"{wanted} of {len(states)} GPUs")
 
     def _replace(self, run: Run, fleet: Fleet, leases: Leases, gpu: int) -> None:
@@ -120,7 +120,7 @@ class Placement:
         fleet.wait_ready([gpu], run.release)
         found = compare(self.paths, run.release, self.paths.engine_socket(gpu, run.release))
         if found.verdict is Verdict.DIFFERENT:
-            raise ApplianceError(f"GPU {gpu}: golden answers differ: {'; '.join(found.differences[:3])}")
+            raise GoldenDiffers(run.release, gpu, found)
 
     def gateway(self, slot: str, release: str, cancelled: threading.Event) -> Result:
         """Until the gateway of `slot` serves `release`."""
@@ -153,7 +153,7 @@ class Placement:
                 continue
             found = compare(self.paths, run.release, self.paths.engine_socket(gpu, run.release))
             if found.verdict is Verdict.DIFFERENT:
-                return fail(f"GPU {gpu}: golden answers differ: {'; '.join(found.differences[:3])}")
+                return _failed(GoldenDiffers(run.release, gpu, found), run, cancelled)
             if found.verdict is Verdict.INCONCLUSIVE and found.recorded:
                 unknown.append(f"GPU {gpu}: {found.reason}")
             seen += 1
@@ -283,8 +283,10 @@ def _order(states: Iterable[int], release: str) -> list[int]:
     return sorted(states, reverse=True)
 
 
-def _failed(error: ApplianceError, cancelled: threading.Event) -> Result:
-    """A lock that somebody has is not the release's fault; what a cancelled job says counts for nothing anyway."""
+def _failed(error: ApplianceError, run: Run, cancelled: threading.Event) -> Result:
+    """A lock that somebody has is not the release's fault; what a cancelled job says counts for nothing anyway. What to
+    do about other answers stands before them: the hashes are long, and a terminal cuts them off."""
     if isinstance(error, BusyError | _Ended) or (isinstance(error, FleetTimeout) and cancelled.is_set()):
         return wait(error.message)
-    return fail(error.message)
+    first = f"first `appliance release verify {run.release}`: " if isinstance(error, GoldenDiffers) else ""
+    return fail(first + error.message)

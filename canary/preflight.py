@@ -125,20 +125,22 @@ def _release(paths: Paths, store: ReleaseStore, start: Start) -> Iterator[Check]
     release = store.get(name)
     release.engine_python(paths)
     if problem := quick_problem(release.directory(paths)):
-        yield Check("release", "refused", f"{name} is damaged: {problem}", f"appliance release verify {name}")
+        yield Check("release", "refused", f"{name} is damaged: {problem}", f"`appliance release verify {name}`")
         return
     if devices := store.golden_devices(name):
         yield Check("release", "ok", f"{name}, golden answers on {', '.join(devices)}")
     else:
         text = f"{name} has no golden answers: nobody can judge what it computes, so no step could pass"
-        hint = f"appliance release add {name} --model MODEL (the same as before) records them"
+        hint = f"`appliance release add {name} --model MODEL` (the same as before) records them"
         yield Check("release", "warn" if start.skip_analysis else "refused", text, hint)
 
 
 def _stable(paths: Paths, store: ReleaseStore, name: str, on: bool) -> Iterator[Check]:
     stable, canary = pointer(paths, "stable"), pointer(paths, "canary")
     if stable is None:
-        yield Check("stable", "refused", "no release is in service", "appliance release use NAME puts the first one in")
+        yield Check(
+            "stable", "refused", "no release is in service", "`appliance release use NAME` puts the first one in"
+        )
         return
     if stable == name:
         yield Check("stable", "refused", f"{name} is what stable serves already", "name another release")

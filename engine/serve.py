@@ -99,7 +99,8 @@ async def serve(args: argparse.Namespace) -> int:
 
     def begin(addresses: list[Any]) -> None:  # keys, certificate and port are fine: now the long part, the load
         client.start()
-        watching.append(asyncio.create_task(_announce(client, f"{config.model} on {_urls(addresses, config)}")))
+        where = f"{config.model} on {_urls(addresses, config)}"
+        watching.append(asyncio.create_task(_announce(client, where, config.timeouts.drain)))
 
     gc.collect()
     gc.freeze()  # what start-up made lives for ever: no collection has to look at it again
@@ -153,12 +154,13 @@ def _urls(addresses: list[Any], config: ApiConfig) -> str:
     return ", ".join(name if name.startswith("/") else f"{scheme}://{name}" for name in names)
 
 
-async def _announce(client: EngineClient, where: str) -> None:
+async def _announce(client: EngineClient, where: str, drain: float) -> None:
     ready = await client.wait_ready()
     fields: dict[str, Any] = {name: getattr(ready, name) for name in ready.__struct_fields__}
     log_event(log, logging.INFO, "ready", "the model is loaded", **fields)
     if sys.stdout.isatty():  # for a person in front of it; the log is for machines
-        print(f"ready: {where} (Ctrl-C stops)", flush=True)
+        patience = f", after at most {drain:g} s for open requests; a second one at once"
+        print(f"ready: {where} (Ctrl-C stops{patience if drain else ''})", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

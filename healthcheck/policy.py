@@ -121,7 +121,7 @@ def _build(data: bytes, where: str, base: Policy | None) -> Policy:
         table = parse_toml(data, where)
     except NotToml as error:
         raise PolicyError(error.message, hint=error.hint) from None
-    schema = table.pop("schema", None if base is None else SCHEMA)  # an override may leave it out, as appliance.toml
+    schema = table.pop("schema", None if base is None else SCHEMA)  # an override may leave it out
     if schema != SCHEMA or type(schema) is not int:
         raise PolicyError(f"{where}: schema {schema!r}, this version reads {SCHEMA}", hint=f"write schema = {SCHEMA}")
     if unknown := sorted(set(table) - set(_SECTIONS) - {"rule", "together", "limits"}):

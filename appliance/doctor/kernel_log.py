@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from appliance.doctor.report import NOT_NEEDED, Check, Finding, Host, degraded, ok, unknown
+from appliance.doctor.report import NOT_NEEDED, Check, Finding, Host, degraded, of_cuda, ok, unknown
 
 _LINES = 20_000
 # "NVRM: Xid (PCI:0000:b3:00): 79, pid=..."; without "PCI:" before driver 450.
@@ -24,6 +24,7 @@ def _kernel_lines(host: Host) -> list[str] | None:
     return result.text.splitlines() if result.ok and result.text else None
 
 
+@of_cuda
 def nvrm(host: Host) -> Finding:
     """The last line of the driver. The watchdog judges; this shows."""
     if host.cpu_only:

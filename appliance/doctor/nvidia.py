@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from appliance.doctor.report import NOT_NEEDED, Check, Finding, Host, degraded, failed, ok, unknown
+from appliance.doctor.report import NOT_NEEDED, Check, Finding, Host, degraded, failed, of_cuda, ok, unknown
 from appliance.gpus import Gpu, mig_gpus, read_slots, unready_gpus, visible_gpus
 
 MIN_DRIVER = 580  # the first branch with CUDA 13 (CUDA 13.0 release notes, table "CUDA Toolkit and Driver Versions")
@@ -13,6 +13,7 @@ NVIDIA_MAJOR, CONTROL_MINOR = 195, 255  # Documentation/admin-guide/devices.txt;
 _VERSION = re.compile(r"Kernel Module(?: for \S+)?\s+([0-9]+)((?:\.[0-9]+)+)")
 
 
+@of_cuda
 def driver(host: Host) -> Finding:
     """The loaded module, from /proc/driver/nvidia/version; the open and the closed module write it differently."""
     if host.cpu_only:
@@ -57,6 +58,7 @@ def _pci(host: Host) -> list[tuple[Path, str, str]]:
     return found
 
 
+@of_cuda
 def module(host: Host) -> Finding:
     """Is the module on disk the one that runs? If not, the libraries are newer as well, and CUDA and NVML refuse."""
     if host.cpu_only:
@@ -84,6 +86,7 @@ def character_majors(text: str) -> dict[str, set[int]]:
     return majors
 
 
+@of_cuda
 def nodes(host: Host) -> list[Finding]:
     """Every node an engine needs, with the major that the driver has now: that of nvidia-uvm changes over reboots."""
     if host.cpu_only:
@@ -128,6 +131,7 @@ def _visible(host: Host) -> list[Gpu]:
     return visible_gpus(host.root / "proc/driver/nvidia/gpus", host.root / "sys/bus/pci/devices")
 
 
+@of_cuda
 def gpus(host: Host) -> list[Finding]:
     """GPUs that the driver shows against those that the appliance has bound."""
     slots = read_slots(host.paths.gpus)
@@ -165,6 +169,7 @@ def _nothing_bound() -> Finding:
     return failed("no GPU is bound to a slot", "appliance gpus bind")
 
 
+@of_cuda
 def mig(host: Host) -> Finding:
     if host.cpu_only:
         return ok(NOT_NEEDED)
@@ -178,6 +183,7 @@ def mig(host: Host) -> Finding:
     return ok("no MIG instances")
 
 
+@of_cuda
 def persistence(host: Host) -> Finding:
     """Without a client the driver forgets a GPU's state: seconds at each start, and counters begin at 0 again."""
     if host.cpu_only:
@@ -194,6 +200,7 @@ def persistence(host: Host) -> Finding:
     return ok(f"{unit} is active")
 
 
+@of_cuda
 def fabric(host: Host) -> Finding:
     """With NVSwitches CUDA answers 802 (system not yet initialized) until the fabric manager has set them up."""
     if host.cpu_only:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from appliance.doctor.report import Check, Finding, Host, degraded, failed, ok
+from appliance.doctor.report import Check, Finding, Host, degraded, failed, ok, unknown
 from appliance.gpus import visible_gpus
 from appliance.log import ApplianceError
 from appliance.paths import RELEASE_NAME, SLOT_NAMES
@@ -88,6 +88,8 @@ def _pointed(host: Host, slot: str) -> str | None:
 
 def golden(host: Host) -> list[Finding]:
     """Golden answers for each model of device that serves: without them a wrong answer is not noticed."""
+    if host.config is None:
+        return [unknown("the configuration cannot be read, so it is not known which devices serve")]
     if host.cpu_only:
         devices = {"cpu"}
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from appliance import command
 from appliance.hostconfig import HostConfig
@@ -129,6 +130,30 @@ def _properties(block: str) -> dict[str, str]:
 
 Check = Callable[[Host], Finding | list[Finding]]
 """Registered under a name in the CHECKS of its module."""
+
+
+_Found = TypeVar("_Found", bound=Finding | list[Finding])
+
+
+def of_cuda(check: Callable[[Host], _Found]) -> Callable[[Host], _Found]:
+    """A check that only counts with backend cuda. Where the configuration cannot be read nobody knows the backend, and
+    what is bad with cuda is unknown."""
+
+    @functools.wraps(check)
+    def cautious(host: Host) -> _Found:
+        found = check(host)
+        if host.config is not None:
+            return found
+        cautiously = [_if_cuda(each) for each in found] if isinstance(found, list) else _if_cuda(found)
+        return cast(_Found, cautiously)
+
+    return cautious
+
+
+def _if_cuda(finding: Finding) -> Finding:
+    if finding.status not in (Status.FAILED, Status.DEGRADED):
+        return finding
+    return unknown(f"the configuration cannot be read; with backend cuda: {finding.text}", finding.fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,14 +110,19 @@ def make_settings(
     )
 
 
-def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> list[Validity]:
+def check_startable(config: HostConfig, paths: Paths, credentials: Path) -> tuple[Settings, ssl.SSLContext | None]:
     """Refused, as the gateways would refuse it at their start: beyond loopback without keys, TLS without a certificate
-    that can be used. Also for one that clients refuse today, which a gateway serves all the same (a restart must not
-    make it worse). How long the certificates are valid; empty without TLS."""
+    that can be used."""
     for slot in ("stable", "canary"):
         settings = make_settings(config, slot, paths, credentials=credentials)
         Access(settings)
-    found, problem = look_at_certificate(settings, make_tls(settings))
+    return settings, make_tls(settings)
+
+
+def check_servable(config: HostConfig, paths: Paths, credentials: Path) -> list[Validity]:
+    """As `check_startable`, and refused also for a certificate that clients refuse today, which a gateway serves all
+    the same (a restart must not make it worse). How long the certificates are valid; empty without TLS."""
+    found, problem = look_at_certificate(*check_startable(config, paths, credentials))
     if problem:
         raise Refused(problem, hint="clients refuse it: put a valid one there and reload the gateways")
     return found

@@ -13,6 +13,7 @@ import os
 import pwd
 import sys
 
+from appliance.config_check import check_backend
 from appliance.gpus import GpuError, read_slots
 from appliance.hostconfig import HostConfig, HostConfigError, load_config
 from appliance.launcher.launcher import Launcher, User
@@ -41,11 +42,9 @@ def slot_uuid(paths: Paths, config: HostConfig, gpu: int) -> str:
     if entry is None:
         raise HostConfigError(f"GPU slot {gpu} is bound to no GPU", hint="`appliance gpus bind`")
     uuid = str(entry["uuid"])
-    if config.gpus.backend == "cuda":
-        if not uuid.startswith("GPU-"):
-            raise HostConfigError(f"slot {gpu} is {uuid}, but gpus.backend is cuda", hint=f"see {paths.config}")
-        if config.gpus.devices != "all" and uuid not in config.gpus.devices:
-            raise HostConfigError(f"{uuid} of slot {gpu} is not in gpus.devices", hint=f"see {paths.config}")
+    check_backend(config, gpu, uuid, paths.config)
+    if config.gpus.backend == "cuda" and config.gpus.devices != "all" and uuid not in config.gpus.devices:
+        raise HostConfigError(f"{uuid} of slot {gpu} is not in gpus.devices", hint=f"see {paths.config}")
     return uuid
 
 

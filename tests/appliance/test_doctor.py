@@ -85,7 +85,7 @@ class Box:
         nvidia_host(root)
         bind_slots(self.paths.gpus, UUIDS)
         add_release(self.paths, "a", slot="stable", golden=["NVIDIA-H200"])
-        self.paths.config.write_text("")
+        self.paths.config.write_text("schema = 1\n")
         put(root, "sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
         put(root, "proc/sys/net/ipv4/ip_unprivileged_port_start", "1024\n")
         put(root, "proc/uptime", "100000.50 700000.00\n")
@@ -435,6 +435,25 @@ def test_a_broken_configuration_is_a_finding(
     args = argparse.Namespace(only=["install"], wait=0.0, quiet=False, json=False)
     assert doctor.run(args) == 1
     assert "gateway.prot: unknown key; did you mean port?" in capsys.readouterr().out
+
+
+def test_without_a_configuration_nobody_knows_whether_it_is_an_nvidia_host(box: Box) -> None:
+    """A CPU host must not be told that its GPU fell off the bus."""
+    shutil.rmtree(box.root / "proc/driver")
+    shutil.rmtree(box.root / "sys/bus")
+    box.nodes, box.config, box.log = {}, None, "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.\n"
+    box.paths.gpus.unlink()
+    bind_slots(box.paths.gpus, ["CPU-0"])
+    groups = {"nvidia": nvidia.CHECKS, "kernel": kernel_log.CHECKS, "releases": {"golden": releases.golden}}
+    lines = run_checks(groups, box.host)
+    assert {line.finding.status for line in lines} <= {Status.OK, Status.UNKNOWN}
+    found = {line.check: line.finding for line in lines}
+    for check, words in (("driver", "with backend cuda: the NVIDIA driver is not loaded"), ("gpus", "CPU-0 is bound"),
+                         ("golden", "which devices serve")):  # fmt: skip
+        assert found[check].status is Status.UNKNOWN and words in found[check].text
+        assert found[check].text.startswith("the configuration cannot be read")
+    box.config = HostConfig()
+    assert nvidia.driver(box.host).status is Status.FAILED
 
 
 def test_wait_for_the_nodes_at_boot(box: Box, capsys: pytest.CaptureFixture[str]) -> None:

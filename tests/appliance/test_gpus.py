@@ -145,7 +145,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_bind_and_list_on_a_gpu_host(cli: Cli) -> None:
     nvidia_host(cli.root)
-    cli.config("")
+    cli.config("schema = 1\n")
     assert cli("bind", dry_run=True) == (
         0, {"schema": 1, "changed": False, "new": UUIDS, "slots": {}, "dry_run": True}
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_bind_on_a_cpu_host_needs_no_driver(cli: Cli) -> None:
 
 
 def test_bind_refuses_what_cannot_serve(cli: Cli) -> None:
-    cli.config("")
+    cli.config("schema = 1\n")
     with pytest.raises(gpus_cli.BindRefused, match="no GPU is there") as caught:
         cli("bind")
     assert caught.value.exit_code == 4 and 'backend = "cpu"' in str(caught.value.hint)
@@ -189,7 +189,7 @@ def test_bind_refuses_what_cannot_serve(cli: Cli) -> None:
     cli.config('[gpus]\ndevices = ["MIG-5fd4f087-86f3-7a43-b711-4771313afc50"]')
     with pytest.raises(HostConfigError, match="MIG is not supported"):
         cli("bind")
-    cli.config("")
+    cli.config("schema = 1\n")
     add_gpu(cli.root, 1, NO_UUID)
     shutil.rmtree(cli.root / "proc/driver/nvidia/capabilities")
     with pytest.raises(gpus_cli.BindRefused, match="no UUID yet for"):

@@ -183,6 +183,8 @@ def test_a_failure_before_the_commit_point_is_undone(
     two.script(1, **script)
     error = run("use", "v2", code=code)
     assert message in error["message"] and "undone: stable is still v1" in error["message"]
+    if code == 4:
+        assert error["hint"].startswith("first `appliance release verify v2`")
     two.script(1, deaf=False)
     assert read_slot(paths, "stable") == "v1" and everywhere(two) == {"v1": "ready"}
     assert [event["event"] for event in read_events(paths.events)][-1] == "release_use_undone"

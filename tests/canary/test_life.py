@@ -57,6 +57,18 @@ def test_a_bad_release_is_rolled_back_from_any_step(world: World, at: float) -> 
     check_rolled_back(world)
 
 
+def test_other_answers_than_recorded_say_what_to_look_at_first(world: World) -> None:
+    """A damaged file of the release is likelier than a bad GPU; the hashes are long and a terminal cuts them off."""
+    world.fleet.script(0, salt={"v2": "!"})
+    with ControllerProcess(world.paths) as controller:
+        start(world, controller)
+        run = controller.run_to_end()
+    assert run is not None and run["phase"] == "failed"
+    first = "first `appliance release verify v2`: v2 on GPU 0 does not give its golden answers: prompt short"
+    assert str(run["reason"]).startswith(first)
+    check_rolled_back(world)
+
+
 def test_a_release_that_does_not_start_gets_no_connection(world: World) -> None:
     world.fleet.script(1, dies={"v2": "CUDA error 2"})
     with ControllerProcess(world.paths) as controller:

@@ -272,7 +272,7 @@ def test_what_is_allowed_and_looks_wrong_is_said() -> None:
     def warned(text: str) -> str:
         return "\n".join(warnings(parse_policy(text.encode(), where="f", base=POLICY), POLICY))
 
-    assert warned("") == "", "an empty file, as an empty appliance.toml, changes nothing"
+    assert warned("") == "", "an empty file changes nothing"
     assert "probe_deadline = 2 s" in warned("[limits]\nprobe_deadline = 2.0")
     assert "probe_interval = 1 s" in warned("[limits]\nprobe_interval = 1.0")
     assert "reset = 5 s is less than the reset unit may take (1200 s)" in warned("[timeouts]\nreset = 5.0")

@@ -14,8 +14,10 @@ import time
 
 import pytest
 
-from engine import log
+from engine import log, serve
 from engine.log import JournalHandler, JsonFormatter, journal_datagram, log_event
+from engine.messages import Ready
+from engine.types import DeviceId
 
 from .fakes import Script
 
@@ -211,3 +213,23 @@ def test_what_was_logged_is_written_before_the_process_ends():
     code = "import logging; from engine.log import setup_logging; setup_logging(); logging.getLogger('a').error('last')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert json.loads(result.stderr)["msg"] == "last"
+
+
+@pytest.mark.parametrize(
+    ("drain", "says"),
+    [(30.0, "(Ctrl-C stops, after at most 30 s for open requests; a second one at once)"), (0.0, "(Ctrl-C stops)")],
+)
+async def test_the_line_for_a_person_says_how_it_stops(monkeypatch, capsys, drain, says):
+    """With an open stream Ctrl-C seems to do nothing for half a minute."""
+    ready = Ready(
+        kv_pages=1, max_model_len=2, vocab_size=3, weights_bytes=4, weights_checksum="", load_seconds=0.0,
+        backend="cpu", device=DeviceId("cpu", "CPU", "cpu"),
+    )  # fmt: skip
+
+    class Client:
+        async def wait_ready(self):
+            return ready
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    await serve._announce(Client(), "m on http://127.0.0.1:1", drain)
+    assert capsys.readouterr().out == f"ready: m on http://127.0.0.1:1 {says}\n"
