@@ -23,7 +23,7 @@ serve: $(SETUP) ## keep the server in the foreground (PORT=8000 HOST=127.0.0.1 M
 test: setup-dev ## all tests, reduced counts (what CI runs); makes the test hosts where root, and says what is skipped
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-test-full: setup-dev ## the issues' full counts (about an hour)
+test-full: setup-dev ## the issues' full counts (one and a half to two hours on two cores)
 	@APPLIANCE_FULL=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 1800
 
 test-hosts: setup-dev ## the tests in the namespace box and the qemu machine (a skip for want of one is a failure)
