@@ -154,21 +154,28 @@ def load_config(path: Path) -> HostConfig:
         ) from None
     except StateError as error:
         raise HostConfigError(error.message, hint="this is no configuration") from None
-    config = parse_config(data, where=str(path))
-    if not parse_toml(data, str(path)):
+    table = _read_table(data, str(path))
+    if not table:
         raise HostConfigError(
             f"{path}: schema: there is no key at all in this file: it is empty or was cut off",
             hint=f"write schema = {SCHEMA} and what differs from `appliance config defaults`, or restore the file",
         )
-    return config
+    return _checked(table, str(path))
 
 
 def parse_config(data: bytes, *, where: str) -> HostConfig:
     """The checked configuration in `data`; `where` is named in errors."""
+    return _checked(_read_table(data, where), where)
+
+
+def _read_table(data: bytes, where: str) -> dict[str, Any]:
     try:
-        table = parse_toml(data, where)
+        return parse_toml(data, where)
     except NotToml as error:
         raise HostConfigError(error.message, hint=error.hint) from None
+
+
+def _checked(table: dict[str, Any], where: str) -> HostConfig:
     schema = table.get("schema", SCHEMA)
     if type(schema) is not int or schema != SCHEMA:
         newer = type(schema) is int and schema > SCHEMA
