@@ -26,11 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.cuda.memory import copy_to_host
-from kernels import attention
 from kernels.attention import AttentionShape
 from kernels.gemm import Epilogue, gemm_launch
 from kernels.launch import Launch, Op
-from kernels.layout import PAGE_TOKENS
 from kernels.manifest import FATBIN_DIR
 from tests.gpu.device import Gpu, GpuBuffer, GpuDevice
 from tests.kernels.cases_attention import OnDevice, World, random_bits
@@ -84,18 +82,9 @@ def attention_decode(device: GpuDevice, shape: AttentionShape) -> Repeated:
     world = World(shape, lengths)
     slots, positions = np.arange(len(lengths)), np.array(lengths) - 1
     q = random_bits(np.random.default_rng(4), len(slots), shape.num_heads, shape.head_dim)
-    on = OnDevice(device, world)
-    prefix = np.concatenate([[0], np.cumsum(positions // PAGE_TOKENS + 1)]).astype(np.int32)
-    q_d, slots_d, positions_d, out, ld_out = on._rows(slots, positions, q)
-    partial = device.put(np.full(attention.partial_bytes(shape, int(prefix[-1])), 0xFF, np.uint8))
-    counters = device.put(np.zeros(attention.counter_elements(shape, len(slots)), np.uint32))
-    launch = attention.decode(
-        device.executor, shape, q_d.address, on.k.address, on.v.address, out.address, partial.address,
-        counters.address, device.put(prefix).address, positions_d.address, slots_d.address, on.tables.address,
-        num_rows=len(slots), table_width=world.tables.shape[1], num_pages=world.num_pages, ld_out=ld_out, layer=3,
-    )  # fmt: skip
-    assert isinstance(out, GpuBuffer)
-    return Repeated(device, launch, out, (partial,))
+    made = OnDevice(device, world).decode_launch(slots, positions, q)
+    assert isinstance(made.out, GpuBuffer) and isinstance(made.partial, GpuBuffer)
+    return Repeated(device, made.launch, made.out, (made.partial,))
 
 
 def gemm(device: GpuDevice, epilogue: Epilogue, rows: int, n: int, k: int) -> Repeated:

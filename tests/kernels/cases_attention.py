@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kernels import attention, layout, reference
 from kernels.attention import AttentionShape
+from kernels.launch import Launch
 from kernels.layout import PAGE_TOKENS
 from tests.kernels.cases_rows import BF16_ERROR, PAGE_RANGE, Buffer, Device, from_bf16, poisoned, to_bf16
 
@@ -100,6 +101,18 @@ class World:
         return exact, BF16_ERROR * size + BF16_ERROR * (np.abs(exact) + BF16_ERROR * size) + F32_ERROR * size
 
 
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """A launch of decode attention and the buffers that it reads and writes; it must not outlive them."""
+
+    launch: Launch
+    out: Buffer  # (rows, ld_out), poisoned
+    ld_out: int
+    partial: Buffer  # poisoned
+    counters: Buffer  # zero
+    inputs: tuple[Buffer, ...]
+
+
 @dataclass
 class OnDevice:
     """A world in a device's memory."""
@@ -132,10 +145,7 @@ class OnDevice:
         result: Bits = bits[:, :used].reshape(rows, shape.num_heads, shape.head_dim)
         return result
 
-    def decode(
-        self, slots: Array, positions: Array, q: Bits, *, num_blocks: int | None = None, launches: int = 2
-    ) -> Bits:
-        """Bits of the output (rows, Hq, D); launched twice, since the first leaves the counters to the second."""
+    def decode_launch(self, slots: Array, positions: Array, q: Bits, num_blocks: int | None = None) -> DecodeLaunch:
         shape = self.world.shape
         first = np.maximum(0, positions - shape.window + 1) if shape.window else np.zeros_like(positions)
         pages = positions // PAGE_TOKENS - first // PAGE_TOKENS + 1
@@ -150,11 +160,18 @@ class OnDevice:
             num_rows=len(slots), table_width=self.world.tables.shape[1], num_pages=self.world.num_pages, ld_out=ld_out,
             layer=3, num_blocks=num_blocks,
         )  # fmt: skip
+        return DecodeLaunch(launch, out_d, ld_out, partial, counters, (q_d, slots_d, positions_d, prefix_d))
+
+    def decode(
+        self, slots: Array, positions: Array, q: Bits, *, num_blocks: int | None = None, launches: int = 2
+    ) -> Bits:
+        """Bits of the output (rows, Hq, D); launched twice, since the first leaves the counters to the second."""
+        made = self.decode_launch(slots, positions, q, num_blocks)
         results = []
         for _ in range(launches):
-            self.device.run(launch)
-            assert not counters.read().any(), "counters must be zero for the next launch"
-            results.append(self._result(out_d, len(slots), ld_out))
+            self.device.run(made.launch)
+            assert not made.counters.read().any(), "counters must be zero for the next launch"
+            results.append(self._result(made.out, len(slots), made.ld_out))
         # What the first leaves in `partial` is right for the second, which could hide a page that was not waited for.
         for result in results[1:]:
             assert_same(result, results[0], "the second launch")
