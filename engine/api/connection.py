@@ -31,14 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 AIOHTTP = "3.14."
-"""Connection uses private attributes of aiohttp's protocol: under another release it would drop every request."""
+PRIVATE = frozenset(
+    {"_buffer_paused", "_current_request", "_force_close", "_loop", "_messages", "_reading_paused",
+     "_request_in_progress"}
+)  # fmt: skip
+"""What Connection uses of aiohttp's protocol. Without one of them (`_buffer_paused` came with 3.14.4), or where another
+release gives it another meaning, every request would be dropped."""
 
 
 def check_library() -> None:
     """ConfigError under a release of aiohttp that Connection was not made for."""
-    if not aiohttp.__version__.startswith(AIOHTTP):
+    known = {name for kind in RequestHandler.__mro__ for name in getattr(kind, "__slots__", ())}
+    if not aiohttp.__version__.startswith(AIOHTTP) or not known >= PRIVATE:
         raise ConfigError(
-            f"aiohttp {aiohttp.__version__} is installed; the endpoint was made for {AIOHTTP}x",
+            f"aiohttp {aiohttp.__version__} is installed; the endpoint was made for {AIOHTTP}4 and later {AIOHTTP}x",
             hint="run `make setup`, or install the locked packages of .ci/requirements",
         )
 

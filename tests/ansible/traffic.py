@@ -10,6 +10,7 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,9 @@ class Endpoint:
     model: str = "tiny"
 
     def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = REQUEST_SECONDS) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        # Bound, so that no two connections have the same port: qemu's network shows the guest nothing else of them.
+        source = ("127.0.0.1", 0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout, source_address=source)
         try:
             headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
             method = "GET" if body is None else "POST"
@@ -57,21 +60,20 @@ class Endpoint:
 
 @dataclass
 class Traffic:
-    """`with Traffic(endpoint, texts) as traffic:`; leaving waits for all requests and raises for any that went wrong.
+    """`with Traffic(endpoints, texts) as traffic:`; leaving waits for all requests and raises for any that went wrong.
 
-    texts: prompt -> (number of tokens, right text)
+    endpoints: one a client; texts: prompt -> (number of tokens, right text)
     """
 
-    endpoint: Endpoint
+    endpoints: Sequence[Endpoint]
     texts: dict[str, tuple[int, str]]
-    clients: int = 4
     done: int = 0
     longest: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Traffic:
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.clients)]
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(self.endpoints))]
         for thread in self._threads:
             thread.start()
         return self
@@ -82,7 +84,7 @@ class Traffic:
             thread.join(REQUEST_SECONDS + 60)
         if kind is None:
             assert not self.wrong, f"{len(self.wrong)} of {self.done}: {self.wrong[:5]}"
-            assert self.done >= self.clients
+            assert self.done >= len(self.endpoints)
 
     def _run(self, number: int) -> None:
         prompts, turn = list(self.texts), number
@@ -91,7 +93,7 @@ class Traffic:
             tokens, right = self.texts[prompt]
             started = time.monotonic()
             try:
-                text = self.endpoint.complete(prompt, tokens, stream=turn % 4 != 0)
+                text = self.endpoints[number].complete(prompt, tokens, stream=turn % 4 != 0)
                 problem = "" if text == right else f"{prompt}: another text: {text[:80]!r}"
             except (AssertionError, OSError, http.client.HTTPException, ValueError, KeyError) as failure:
                 problem = f"{prompt}: {failure!r}"

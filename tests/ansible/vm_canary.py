@@ -54,9 +54,9 @@ class Canary:
     def status(self) -> dict[str, Any]:
         return dict(json.loads(self.run("status --json", check=False).stdout))
 
-    def start(self, release: str) -> tuple[int, dict[str, Any], dict[str, int]]:
-        """(exit code, the run when it is over, the ends of the clients' requests)."""
-        with self.load() as ends:
+    def start(self, release: str, tokens: int = 16) -> tuple[int, dict[str, Any], dict[str, int]]:
+        """(exit code, the run when it is over, the ends of the clients' requests, of so many tokens each)."""
+        with self.load(tokens) as ends:
             done = self.run(f"start {release} --wait --json", timeout=900, check=False)
         run = json.loads(done.stdout)["run"]
         took = {result["weight"]: result["seconds"] for result in run["results"]}
@@ -76,11 +76,12 @@ class Canary:
             time.sleep(1)
 
     @contextmanager
-    def load(self) -> Iterator[dict[str, int]]:
+    def load(self, tokens: int) -> Iterator[dict[str, int]]:
         """Until the block ends; then what the requests came to."""
         program = Path(clients.__file__)
-        where = ["127.0.0.1", str(self._vm.port(8000)), clients.POISON]
-        options = ["--model", "tiny", "--key", KEY, "--tokens", "16", "--think", "0.3"]
+        ports = ",".join(str(self._vm.port(8000, number)) for number in range(len(clients.KINDS)))
+        where = ["127.0.0.1", ports, clients.POISON]
+        options = ["--model", "tiny", "--key", KEY, "--tokens", str(tokens), "--think", "0.3"]
         process = subprocess.Popen(
             [sys.executable, program, *where, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -37,7 +37,8 @@ class Host:
         return play
 
     def traffic(self, clients: int = 4) -> Traffic:
-        return Traffic(self.endpoint, self.texts, clients)
+        endpoints = [Endpoint(self.vm.port(8000, number), KEY) for number in range(clients)]
+        return Traffic(endpoints, self.texts)
 
     def status(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(self.vm.run("appliance status --json", check=False).stdout)

@@ -2,7 +2,7 @@
 poison. Prints "up" and, once stdin has ended, a JSON object: how often which end came. Standard library only: it also
 runs inside the test hosts.
 
-    python clients.py ADDRESS PORT POISON [--model NAME] [--key KEY] [--tokens 24] [--think 0]
+    python clients.py ADDRESS PORT[,PORT...] POISON [--model NAME] [--key KEY] [--tokens 24] [--think 0]
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 
+KINDS = [(kept, stream) for kept in (False, True) for stream in (False, True)]  # a client each
 GOOD_ENDS = {"answer", "stream"}
 ERRORS = {"status 500", "stream with an error"}
 POISON = "~"  # a byte that no golden prompt has
@@ -21,8 +22,7 @@ class Clients:
         self.options, self.counts, self.lock, self.stop = options, {}, threading.Lock(), threading.Event()
 
     def run(self):
-        kinds = [(kept, stream) for kept in (False, True) for stream in (False, True)]
-        threads = [threading.Thread(target=self.client, args=(*kind, 1000 * n)) for n, kind in enumerate(kinds)]
+        threads = [threading.Thread(target=self.client, args=(*kind, who)) for who, kind in enumerate(KINDS)]
         for thread in threads:
             thread.start()
         print("up", flush=True)
@@ -32,13 +32,15 @@ class Clients:
             thread.join()
         print(json.dumps(self.counts))
 
-    def client(self, kept, stream, number):
-        connection = None
+    def client(self, kept, stream, who):
+        address, port = self.options.address, self.options.ports[who % len(self.options.ports)]
+        source = (address, 0) if address == "127.0.0.1" else None  # as in tests/ansible/traffic.py
+        number, connection = 1000 * who, None
         while not self.stop.is_set():
             number += 1
             try:
                 if connection is None:
-                    connection = http.client.HTTPConnection(self.options.address, self.options.port, timeout=240)
+                    connection = http.client.HTTPConnection(address, port, timeout=240, source_address=source)
                 end = self.ask(connection, number, stream)
                 if not kept or connection.sock is None:
                     connection.close()
@@ -72,7 +74,7 @@ class Clients:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
-    parser.add_argument("port", type=int)
+    parser.add_argument("ports", metavar="PORT", type=lambda text: [int(port) for port in text.split(",")])
     parser.add_argument("poison")
     parser.add_argument("--model", default="chat")
     parser.add_argument("--key")

@@ -138,12 +138,16 @@ class Monitor:
         self.execute("cont")
 
     def forward(self, guest_port: int, host_port: int = 0) -> int:
-        """A loopback port of this machine that leads to the guest's; 0 lets the kernel choose."""
+        """One more loopback port of this machine that leads to the guest's; 0 lets the kernel choose."""
+        before = self._forwarded(guest_port)
         answer = self.human(f"hostfwd_add net0 tcp:127.0.0.1:{host_port}-:{guest_port}")
         if answer.strip():
             raise HostError(f"qemu: {answer.strip()}")
-        for line in self.human("info usernet").splitlines():
-            found = re.match(r"\s*TCP\[HOST_FORWARD\]\s+\S+\s+127\.0\.0\.1\s+(\d+)\s+\S+\s+(\d+)", line)
-            if found and int(found[2]) == guest_port:
-                return int(found[1])
+        for port in self._forwarded(guest_port) - before:
+            return port
         raise HostError(f"qemu does not list the forwarded port {guest_port}")
+
+    def _forwarded(self, guest_port: int) -> set[int]:
+        lines = self.human("info usernet").splitlines()
+        found = (re.match(r"\s*TCP\[HOST_FORWARD\]\s+\S+\s+127\.0\.0\.1\s+(\d+)\s+\S+\s+(\d+)", line) for line in lines)
+        return {int(one[1]) for one in found if one and int(one[2]) == guest_port}

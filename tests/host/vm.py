@@ -61,7 +61,7 @@ class Machine:
         self._guard: subprocess.Popen[str] | None = None
         self._monitor: qemu.Monitor | None = None
         self._pidfd = -1
-        self._ports: dict[int, int] = {}
+        self._ports: dict[tuple[int, int], int] = {}  # (guest's port, number): ours
         self.evidence = Evidence("console and journal of the machine", self._last_words)
 
     # -- life
@@ -123,8 +123,8 @@ class Machine:
             monitor = self._monitor = self._connect(deadline)
             if state:
                 monitor.wake(deadline)
-            for guest, host in (self._ports or {22: 0}).items():
-                self._ports[guest] = monitor.forward(guest, host)
+            for key, host in (self._ports or {(22, 0): 0}).items():
+                self._ports[key] = monitor.forward(key[0], host)
         except (OSError, HostError) as error:
             raise HostError(f"qemu does not run ({error}): {self._read('qemu.log')}") from error
         self._write_ssh_config()
@@ -220,17 +220,21 @@ class Machine:
                 time.sleep(0.02)
 
     # -- network and ssh
-    def port(self, guest_port: int) -> int:
-        """The port on 127.0.0.1 that leads to this port of the machine. Kept over `kill` and `boot`."""
-        if guest_port not in self._ports:
+    def port(self, guest_port: int, number: int = 0) -> int:
+        """The port on 127.0.0.1 that leads to this port of the machine; another one for each number. Kept over `kill`
+        and `boot`. For one client each: qemu listens with a backlog of 1, and where two more connect before it has
+        accepted, Linux answers with SYN cookies, of which it resets those that the full queue has no room for. Clients
+        of several ports bind theirs, since the guest sees all of them at one address."""
+        key = guest_port, number
+        if key not in self._ports:
             if self._monitor is None:
                 raise HostError("the machine is switched off")
-            self._ports[guest_port] = self._monitor.forward(guest_port)
-        return self._ports[guest_port]
+            self._ports[key] = self._monitor.forward(guest_port)
+        return self._ports[key]
 
     def _write_ssh_config(self) -> None:
         self.ssh_config.write_text(
-            f"Host {HOST_ALIAS}\n HostName 127.0.0.1\n Port {self._ports[22]}\n User root\n HostKeyAlias {HOST_ALIAS}\n"
+            f"Host {HOST_ALIAS}\n HostName 127.0.0.1\n Port {self.port(22)}\n User root\n HostKeyAlias {HOST_ALIAS}\n"
             f" IdentityFile {self.image / 'key'}\n IdentitiesOnly yes\n StrictHostKeyChecking yes\n"
             f" UserKnownHostsFile {self.image / 'known_hosts'}\n GlobalKnownHostsFile /dev/null\n"
             " PasswordAuthentication no\n ServerAliveInterval 20\n ServerAliveCountMax 6\n LogLevel ERROR\n"
@@ -265,7 +269,7 @@ class Machine:
 
     def _has_banner(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self._ports[22]), 5) as connection:
+            with socket.create_connection(("127.0.0.1", self._ports[22, 0]), 5) as connection:
                 connection.settimeout(3)
                 return connection.recv(4) == b"SSH-"
         except OSError:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import json
 import threading
 
 import aiohttp
 import pytest
 
+from engine.api import connection
 from engine.api.connection import check_library
 from engine.client import EngineClient
 from engine.core_config import CoreConfig
@@ -237,3 +240,30 @@ def test_another_release_of_aiohttp_is_refused_at_the_start(monkeypatch):
         with pytest.raises(ConfigError, match=f"aiohttp {version} is installed") as caught:
             check_library()
         assert "make setup" in str(caught.value.hint)
+
+
+def test_an_early_aiohttp_of_the_right_release_is_refused_at_the_start(monkeypatch):
+    """3.14.0 to 3.14.3 lack `_buffer_paused`; all that Connection uses of its parent is looked for."""
+    monkeypatch.setattr(connection, "PRIVATE", connection.PRIVATE | {"_of_a_later_patch"})
+    with pytest.raises(ConfigError, match=f"aiohttp {aiohttp.__version__} is installed; .* 3.14.4 and later"):
+        check_library()
+    (guarded,) = (
+        node
+        for node in ast.parse(inspect.getsource(connection)).body
+        if isinstance(node, ast.ClassDef) and node.name == "Connection"
+    )
+    used = {
+        node.attr
+        for node in ast.walk(guarded)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    ours = {node.name for node in guarded.body if isinstance(node, ast.FunctionDef)} | {
+        target.attr
+        for function in guarded.body
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Attribute)
+    }
+    assert {name for name in used - ours if name.startswith("_")} == connection.PRIVATE - {"_of_a_later_patch"}
