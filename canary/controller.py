@@ -177,6 +177,8 @@ class Controller:
         """Makes the host what the run wants of it."""
         if self.run is None or self._acting:
             return
+        if self.unsaved is None and self._raises(plan(self.run, self._now().boot).weight):
+            self._look_for_abort()  # what looks like drift may be `canary rollback`, which has set the rule to 0
         self._acting = True
         try:
             if self.unsaved is not None:
@@ -208,11 +210,13 @@ class Controller:
 
     # -- the rule --------------------------------------------------------------------------------------------------
 
+    def _raises(self, weight: float) -> bool:
+        return weight > (self._weight or 0.0)
+
     def _set_rule(self, weight: float) -> None:
         """At once; a rule that cannot be set is tried again, and stops nothing else."""
         assert self.run is not None
-        raises = weight > (self._weight or 0.0)
-        if raises and not (self.observer is not None and self.observer.alive):
+        if self._raises(weight) and not (self.observer is not None and self.observer.alive):
             return  # first it has to be seen that the canary lives; after a restart the kernel keeps what it has
         if weight == self._weight or (self.live.rule_error and self.loop.time() - self._rule_at < _LOOK_SECONDS):
             return

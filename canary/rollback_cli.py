@@ -1,9 +1,10 @@
 """`canary rollback` (alias abort): works with the controller up, down or hanging.
 
 The rule is set to 0 first: the safe direction needs no record, no disk and no controller. Then the wish is written,
-durably: whoever controls the run, now or after a restart, acts on it before anything else. Then the controller is told;
-where none runs this process takes its lock and does the work; one that holds the lock and does not answer will do the
-rest when it comes back to itself.
+durably: whoever controls the run, now or after a restart, acts on it before anything else. A controller that was just
+about to put its weight back has the rule set to 0 once more. Then the controller is told; where none runs this process
+takes its lock and does the work; one that holds the lock and does not answer will do the rest when it comes back to
+itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 
 from appliance.arguments import add_common, set_epilog
 from appliance.log import ApplianceError, BusyError, ExitCode, emit_json, printable, report_error
@@ -82,6 +84,8 @@ def _roll_back(paths: Paths, args: argparse.Namespace, drain: float) -> int:
     took = _rule_to_zero(paths, present)
     wish = AbortWish(present.id if present else "0", args.reason, whoami(), drain)
     problem = _write_wish(store, wish) if present else None
+    if present and took is not None:
+        _keep_at_zero(paths, present)
     try:
         document = ask(paths, "rollback", timeout=_ANSWER_SECONDS, run=args.run, reason=args.reason, drain=drain)
     except NoController as error:
@@ -131,6 +135,14 @@ def _rule_to_zero(paths: Paths, present: Run | None) -> float | None:
         )
         return None
     return time.monotonic() - began
+
+
+def _keep_at_zero(paths: Paths, present: Run) -> None:
+    """A controller that took the 0 for drift may have put its weight back before it could see the wish."""
+    with suppress(ApplianceError, OSError):
+        rules = real_parts(paths).rules
+        if rules.read().weight:
+            rules.set_weight(present.id, 0.0)
 
 
 def _write_wish(store: Store, wish: AbortWish) -> str | None:

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.events import read_events
+from appliance.launcher.loop import Loop
 from appliance.log import ExitCode
 from appliance.service_facts import canary, describe
 from appliance.slots import pointer
 from canary import machine, rollback_cli, rules_cli, status_cli
 from canary.cli import main
 from canary.client import ControllerError
+from canary.controller import Controller
 from canary.goals import plan
 from canary.happenings import Resumed, Tick
+from canary.placement import Placement
 from canary.preflight import now
 from canary.run import RunError, from_state, to_state
 from canary.store import AbortWish, Damaged, Store
 from tests.canary.conftest import _directory
 from tests.canary.processes import ControllerProcess
-from tests.canary.stand_ins import make_parts
+from tests.canary.stand_ins import FAST, FileRules, RuleState, make_parts
 from tests.canary.test_life import check_rolled_back, start, wait_for
 from tests.canary.world import World
 
@@ -201,6 +205,61 @@ def test_a_controller_that_starts_on_a_full_disk_waits_with_weight_0(disk: World
     assert run is not None and run["phase"] == "failed"
     check_rolled_back(disk)
     events_are_whole(disk, "1")
+
+
+# -- a rollback while the controller looks at the rule
+
+
+def test_a_rollback_is_not_taken_for_drift(disk: World) -> None:
+    """It comes between the controller's look for a wish and its look at the rule, which others may have flushed."""
+    with ControllerProcess(disk.paths) as process:
+        in_step(disk, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    store, loop = Store(disk.paths), Loop()
+
+    class Rules(FileRules):
+        before: int | None = None  # how often the rule had been set
+
+        def read(self) -> RuleState:
+            if controller.live.rule == 10 and self.before is None:
+                self.before = len(self.history())
+                self.set_weight("1", 0.0)
+                store.wish_abort(AbortWish("1", "by hand", "somebody", 0.0))
+            return super().read()
+
+    rules = Rules(disk.paths)
+    parts = replace(make_parts(disk.paths), rules=rules)
+    with store.controlling():
+        controller = Controller(store, Placement(disk.paths), parts, loop, FAST)
+        try:
+            controller.start()
+            assert loop.run(until=lambda: controller.run is not None and controller.run.over, timeout=SECONDS)
+        finally:
+            controller.close()
+    assert set(rules.history()[rules.before :]) == {0.0}
+    check_rolled_back(disk)
+
+
+def test_a_rule_that_was_put_back_before_the_wish_was_there_is_set_to_0_again(
+    disk: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish_abort = Store.wish_abort
+
+    def late(store: Store, wish: AbortWish) -> Any:
+        disk.rules.set_weight("1", 10.0)  # a controller's, which had looked for a wish just before
+        return wish_abort(store, wish)
+
+    with ControllerProcess(disk.paths) as controller:
+        in_step(disk, controller, interval=60.0)
+        os.kill(controller.pid, signal.SIGSTOP)
+        monkeypatch.setattr(Store, "wish_abort", late)
+        monkeypatch.setattr(rollback_cli, "_ANSWER_SECONDS", 0.2)
+        assert main(["rollback", "--kill"]) == 0
+        assert disk.rules.read().weight == 0
+        os.kill(controller.pid, signal.SIGCONT)
+        controller.run_to_end()
+    check_rolled_back(disk)
 
 
 def test_start_on_a_full_disk_is_refused_and_nothing_is_begun(disk: World) -> None:
