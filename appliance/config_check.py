@@ -34,8 +34,7 @@ def check_backend(config: HostConfig, number: int, uuid: str, path: Path) -> Non
 
 def used_slots(config: HostConfig, paths: Paths) -> list[int]:
     """Bound slots that the configuration gives to the appliance: the launchers of the others refuse to start."""
-    devices = "all" if config.gpus.backend == "cpu" else config.gpus.devices
-    return [number for number, entry in read_slots(paths.gpus).items() if devices == "all" or entry["uuid"] in devices]
+    return [number for number, entry in read_slots(paths.gpus).items() if config.gpus.includes(str(entry["uuid"]))]
 
 
 def check_units(paths: Paths, gpus: Iterable[int] = ()) -> HostConfig:

@@ -52,9 +52,8 @@ class Fleet:
 
     def gpus(self) -> dict[int, str]:
         """GPU slots this host may use -> UUID."""
-        allowed = self.config.gpus.devices
         bound = {number: str(entry.get("uuid")) for number, entry in read_slots(self.paths.gpus).items()}
-        return {number: uuid for number, uuid in sorted(bound.items()) if allowed == "all" or uuid in allowed}
+        return {number: uuid for number, uuid in sorted(bound.items()) if self.config.gpus.includes(uuid)}
 
     def call(self, gpu: int, op: str, **args: Any) -> dict[str, Any]:
         return self.connect(self.paths, gpu).call(op, **args)

@@ -57,7 +57,7 @@ def wanted_uuids(config: HostConfig, root: Path) -> list[str]:
         return [f"CPU-{number}" for number in range(config.gpus.cpu_slots)]
     nvidia = root / "proc/driver/nvidia"
     gpus, devices = _gpus(root), config.gpus.devices
-    wanted = [gpu for gpu in gpus if devices == "all" or gpu.uuid in devices]
+    wanted = [gpu for gpu in gpus if config.gpus.includes(gpu.uuid)]
     if divided := [gpu.uuid for gpu in wanted if gpu.minor in mig_gpus(nvidia)]:
         raise BindRefused(
             f"MIG is on: {', '.join(divided)}; MIG is not supported",

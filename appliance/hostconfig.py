@@ -61,6 +61,10 @@ class Gpus(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[Literal["all"] | list[str], _is("UUIDs (GPU-...) that the appliance may use")] = "all"
     cpu_slots: Annotated[int, Meta(ge=1, le=16, description="backend cpu: how many engines")] = 1
 
+    def includes(self, uuid: str) -> bool:
+        """May the appliance use the GPU that a slot is bound to? A launcher of another one refuses to start."""
+        return self.backend == "cpu" or self.devices == "all" or uuid in self.devices
+
 
 class Engine(_Table, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Of every engine on this host. A release may narrow the options."""

@@ -154,11 +154,10 @@ def gpus(host: Host) -> list[Finding]:
         for address in unready_gpus(host.root / "proc/driver/nvidia/gpus")
     ]
     bound = {entry["uuid"] for entry in slots.values()}
-    allowed = host.config.gpus.devices if host.config else "all"
     found += [
         degraded(f"{uuid} ({gpu.model}) may be used and has no slot", "appliance gpus bind")
         for uuid, gpu in visible.items()
-        if uuid not in bound and (allowed == "all" or uuid in allowed)
+        if uuid not in bound and (host.config is None or host.config.gpus.includes(uuid))
     ]
     if not slots:
         found.append(_nothing_bound())

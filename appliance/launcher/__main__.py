@@ -43,7 +43,7 @@ def slot_uuid(paths: Paths, config: HostConfig, gpu: int) -> str:
         raise HostConfigError(f"GPU slot {gpu} is bound to no GPU", hint="`appliance gpus bind`")
     uuid = str(entry["uuid"])
     check_backend(config, gpu, uuid, paths.config)
-    if config.gpus.backend == "cuda" and config.gpus.devices != "all" and uuid not in config.gpus.devices:
+    if not config.gpus.includes(uuid):
         raise HostConfigError(f"{uuid} of slot {gpu} is not in gpus.devices", hint=f"see {paths.config}")
     return uuid
 

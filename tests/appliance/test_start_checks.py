@@ -13,7 +13,11 @@ from host_trees import UUIDS, Commands, make_dirs, show
 from appliance import service_cli
 from appliance.cli import main
 from appliance.command import Result
+from appliance.config_check import used_slots
+from appliance.fleet import Fleet
 from appliance.gpus import bind_slots
+from appliance.hostconfig import load_config
+from appliance.launcher.__main__ import slot_uuid
 from appliance.log import ApplianceError
 from appliance.paths import Paths
 from tests.certificates import make_certificate
@@ -144,6 +148,23 @@ def test_a_slot_that_the_configuration_does_not_use_is_left_alone(paths: Paths) 
     commands = Commands({"systemctl": ""})
     assert service("start", [], commands, no_block=True) == 0
     assert "appliance-gpu@1.service" in commands.calls[-1] and "appliance-gpu@0.service" not in commands.calls[-1]
+
+
+@pytest.mark.parametrize(("backend", "bound", "used"), [("cpu", ["CPU-0", "CPU-1"], [0, 1]), ("cuda", UUIDS, [1])])
+def test_who_starts_a_slot_and_who_commands_it_know_the_same_slots(
+    paths: Paths, backend: str, bound: list[str], used: list[int]
+) -> None:
+    """gpus.devices is of GPUs: with backend cpu a list that somebody has left there hides no slot from anybody."""
+    bind_slots(paths.gpus, bound)
+    paths.config.write_text(f"[gpus]\nbackend = '{backend}'\ndevices = ['{UUIDS[1]}']\n")
+    config = load_config(paths.config)
+    assert used_slots(config, paths) == used == list(Fleet(paths, config).gpus())
+    for number, uuid in enumerate(bound):
+        if number in used:
+            assert slot_uuid(paths, config, number) == uuid
+        else:
+            with pytest.raises(ApplianceError, match=r"is not in gpus\.devices"):
+                slot_uuid(paths, config, number)
 
 
 def test_an_expired_certificate_keeps_nothing_from_starting(paths: Paths, tmp_path: Path) -> None:
