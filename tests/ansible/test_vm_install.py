@@ -178,15 +178,16 @@ def test_upgrade_to_a_second_release_and_back_under_load(host: Host, newer: dict
 
 @only_full("five minutes each")
 @pytest.mark.parametrize(
-    ("release", "model", "tokens"),
+    ("release", "model", "tokens", "seconds"),
     # Twelve times the layers of the stable release, and long answers: its golden answers (recorded and compared under
-    # load) come in time all the same, as they are prefill for the most part.
-    [("slow", {"num_hidden_layers": 24}, 128), ("erring", {"poison_token": ord(POISON)}, 16)],
+    # load) come in time all the same, as they are prefill for the most part. Seen on two busy cores: nearly all answers
+    # of the stable release within 10 s, nearly all of the slow one after that.
+    [("slow", {"num_hidden_layers": 24}, 128, 10.0), ("erring", {"poison_token": ord(POISON)}, 16, 5.0)],
 )
 def test_a_bad_canary_is_rolled_back_by_itself(
-    host: Host, canary: Canary, release: str, model: dict[str, int], tokens: int
+    host: Host, canary: Canary, release: str, model: dict[str, int], tokens: int, seconds: float
 ) -> None:
-    canary.policy()
+    canary.policy(seconds)
     canary.add(release, **model)
     before = host.way(0), host.way(1)
     code, run, ends = canary.start(release, tokens)

@@ -23,7 +23,7 @@ POLICY = {
     "min_connections": 10, "ttft_not_worse": False, "settle_seconds": 2.0, "cooldown": 0.0, "liveness_seconds": 20.0,
     "progress_deadline": 400.0,
 }  # fmt: skip
-LIMIT = {"metric": "request", "seconds": 5.0, "share": 0.2}
+SHARE = 0.2  # of the requests may take longer than the limit
 _NETFILTER = "/usr/lib/appliance/current/venv/bin/python -P -m canary.netfilter"
 # nft goes with the packages of the bundle; /tmp does not count as left over.
 _KEEP_NFT = (
@@ -35,8 +35,9 @@ class Canary:
     def __init__(self, host: Host, directory: Path) -> None:
         self._host, self._vm, self._directory = host, host.vm, directory
 
-    def policy(self) -> None:
-        text = toml(POLICY | {"limits": [LIMIT]})
+    def policy(self, seconds: float) -> None:
+        """A fifth of the requests may take longer."""
+        text = toml(POLICY | {"limits": [{"metric": "request", "seconds": seconds, "share": SHARE}]})
         print(f"policy of the emulated machine: {text}")
         self._vm.write("/etc/appliance/canary.toml", text)
 
