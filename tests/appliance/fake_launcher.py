@@ -396,7 +396,7 @@ def main(root: Path, gpus: int, kind: str) -> None:
         launcher.write()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     _ready(paths).touch()
-    threading.Event().wait(600)  # never longer than a test run
+    threading.Event().wait()  # until SIGTERM, or until the test run has gone (_die_with_parent)
 
 
 if __name__ == "__main__":
