@@ -34,7 +34,9 @@ def check_backend(config: HostConfig, number: int, uuid: str, path: Path) -> Non
 
 def used_slots(config: HostConfig, paths: Paths) -> list[int]:
     """Bound slots that the configuration gives to the appliance: the launchers of the others refuse to start."""
-    return [number for number, entry in read_slots(paths.gpus).items() if config.gpus.includes(str(entry["uuid"]))]
+    from appliance.fleet import Fleet  # launchers, which import this module, have no use for it
+
+    return list(Fleet(paths, config).gpus())
 
 
 def check_units(paths: Paths, gpus: Iterable[int] = ()) -> HostConfig:

@@ -139,10 +139,9 @@ def _rule_to_zero(paths: Paths, present: Run | None) -> float | None:
 
 def _keep_at_zero(paths: Paths, present: Run) -> None:
     """A controller that took the 0 for drift may have put its weight back before it could see the wish."""
-    with suppress(ApplianceError, OSError):
-        rules = real_parts(paths).rules
-        if rules.read().weight:
-            rules.set_weight(present.id, 0.0)
+    with suppress(ApplianceError, OSError):  # what cannot be read was set to 0 a moment ago
+        if real_parts(paths).rules.read().weight:
+            _rule_to_zero(paths, present)
 
 
 def _write_wish(store: Store, wish: AbortWish) -> str | None:
