@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,28 +59,6 @@ def test_cpu_quota_bites(vm: Machine) -> None:
     assert 0.05 < float(share) < 0.35
 
 
-def test_ports_lead_in_and_nothing_leads_out(vm: Machine) -> None:
-    vm.run("mkdir -p /srv/www && echo inside > /srv/www/file")
-    vm.run("systemd-run --unit www python3 -m http.server --directory /srv/www 8000")
-    url = f"http://127.0.0.1:{vm.port(8000)}/file"
-    assert vm.port(8000) == vm.port(8000)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        reach = f'import socket; socket.create_connection(("10.0.2.2", {port}), 3)'  # qemu's name for this machine
-        assert vm.run(f"python3 -c '{reach}'", check=False).returncode != 0
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
-                assert answer.read() == b"inside\n"
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.3)
-    vm.run("systemctl stop www; rm -r /srv/www")
-
-
 SERVER = """
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 ThreadingHTTPServer.request_queue_size = 64
@@ -86,12 +66,40 @@ ThreadingHTTPServer(("", 8000), SimpleHTTPRequestHandler).serve_forever()
 """
 
 
-def test_many_clients_at_once_lose_no_connection(vm: Machine) -> None:
-    """Each with a port of its own; through a single one 2 of some 300 connections were reset on a busy machine."""
+@contextmanager
+def served(vm: Machine) -> Iterator[None]:
+    """/file on port 8000 of the machine, soon."""
     vm.run("mkdir -p /srv/www && echo inside > /srv/www/file")
     vm.write("/srv/serve.py", SERVER)
     vm.run("systemd-run --unit www --working-directory=/srv/www python3 /srv/serve.py")
-    vm.run("until ss -ltn | grep -q :8000; do sleep 0.3; done", timeout=60)
+    try:
+        yield
+    finally:
+        vm.run("systemctl stop www; rm -r /srv/www /srv/serve.py")
+
+
+def test_ports_lead_in_and_nothing_leads_out(vm: Machine) -> None:
+    with served(vm):
+        url = f"http://127.0.0.1:{vm.port(8000)}/file"
+        assert vm.port(8000) == vm.port(8000)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            reach = f'import socket; socket.create_connection(("10.0.2.2", {port}), 3)'  # qemu's name for this machine
+            assert vm.run(f"python3 -c '{reach}'", check=False).returncode != 0
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+                    assert answer.read() == b"inside\n"
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.3)
+
+
+def test_many_clients_at_once_lose_no_connection(vm: Machine) -> None:
+    """Each with a port of its own; through a single one 2 of some 300 connections were reset on a busy machine."""
     ports = [vm.port(8000, number) for number in range(16)]
     assert len(set(ports)) == 16 and ports[0] == vm.port(8000)
 
@@ -104,9 +112,9 @@ def test_many_clients_at_once_lose_no_connection(vm: Machine) -> None:
             connection.close()
         return answers
 
-    with ThreadPoolExecutor(len(ports)) as pool:
+    with served(vm), ThreadPoolExecutor(len(ports)) as pool:
+        vm.run("until ss -ltn | grep -q :8000; do sleep 0.3; done", timeout=60)
         assert set(itertools.chain.from_iterable(pool.map(ask, ports))) == {b"inside\n"}
-    vm.run("systemctl stop www; rm -r /srv/www /srv/serve.py")
 
 
 def test_files_and_users(vm: Machine, tmp_path: Path) -> None:
